@@ -110,7 +110,7 @@ TINY = (
     " --model.vocab-multiple 100"  # 256 bytes padded to 300: whatever shows the padding is seen
     " --train.device cpu --train.batch-tokens 128 --train.precision fp32 --train.sample-tokens 4"
     " --optim.kind muon --optim.muon-lr 0.02 --optim.lr 4e-3 --optim.warmup-steps 2"
-    " --steps 8 --log-every 1 --eval-every 4 --data.val-fraction 0.1"
+    " --steps 8 --log-every 1 --eval-every 4 --data.val-fraction 0.1 --track none"
 )
 ON_CUDA = (
     " --train.device cuda --train.compile off --ops.attention sdpa --ops.norm torch"

@@ -36,6 +36,7 @@ UNTRAINED = " --(help|resume|list|version|print)"
 SHORTER = [
     (r" > run\.yaml", ""),
     (r"\$lr", "0.01"),
+    (r"--track [a-z$ ]+\b", "--track tensorboard"),  # others write elsewhere: tests/logs
     (r" --(steps|gpt-steps|eval-epochs) \S+", ""),
     (r" --epochs \S+", ""),
     (r" (VENV|PYTHON)=\S+", ""),

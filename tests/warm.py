@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
-    *("matplotlib.figure", "torch._dynamo", "torch.utils.tensorboard", "triton", "tyro"),
+    *("matplotlib.figure", "torch._dynamo", "triton", "tyro"),
     *("fastgpt.cli", "fastgpt.train.trainer"),
 )
 

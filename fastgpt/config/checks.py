@@ -6,7 +6,7 @@ An error names the flag, what was given and what was expected.
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from typeguard import TypeCheckError, check_type
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from fastgpt.errors import UserError, shown
 
@@ -51,7 +51,7 @@ def check_fields(config: Any, section: str = "") -> None:
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         try:
-            check_type(value, hint)
+            check_type(value, hint, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
         except TypeCheckError as error:
             said = f"{flag(section + name)} is {shown(value)}, which has the wrong type"
             raise UserError(said) from error

@@ -274,6 +274,11 @@ class Config:
     log_every: Annotated[int, POSITIVE] = 10
     """Number of steps between two log lines; the first step has one, too. Each syncs with the
     device."""
+    track: Literal["none"] | tuple[Literal["tensorboard", "wandb", "trackio"], ...] = (
+        "tensorboard",
+    )
+    """Trackers that show the run, one or more: tensorboard (files in its folder), wandb (a server;
+    needs the extra wandb), trackio (on this machine; needs the extra trackio); or none."""
     eval_every: Annotated[int, INT64] = 250
     """Number of steps between two evaluations; 0: only before the first and after the last step."""
     save_every: Annotated[int, INT64] = 0
@@ -351,16 +356,14 @@ def saved_config(run: Path) -> Config:
         raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
-def overlay(config: Config, values: dict[str, Any]) -> Config:
+def overlay(config: Any, values: dict[str, Any]) -> Any:
     """Replaces the settings that `values` names, of a section as in `{"model": {"dim": 64}}`.
 
     An unknown field is a TypeError.
     """
-    values = dict(values)
+    values = {key: tuple(x) if isinstance(x, list) else x for key, x in values.items()}
     for name in values:
         old = getattr(config, name, None)
         if dataclasses.is_dataclass(old) and not isinstance(old, type):
-            given = values[name].items()
-            new = {key: tuple(x) if isinstance(x, list) else x for key, x in given}
-            values[name] = dataclasses.replace(old, **new)
+            values[name] = overlay(old, values[name])
     return dataclasses.replace(config, **values)

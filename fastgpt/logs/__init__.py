@@ -1,1 +1,1 @@
-"""Logs of a run: metrics.jsonl, TensorBoard events and loss.png, written in their own thread."""
+"""Logs of a run: metrics.jsonl, samples.txt and loss.png, and trackers, which read these."""

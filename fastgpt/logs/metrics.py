@@ -1,18 +1,25 @@
-"""Metrics of a run, written to metrics.jsonl, TensorBoard events and loss.png."""
+"""Metrics of a run, written to metrics.jsonl and loss.png, and the trackers that read them."""
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from fastgpt.commands import installed
 from fastgpt.errors import UserError, brief, counted, writing
 from fastgpt.files import no_link, parse_json, write_atomically
 
+CLOSE_S = 30.0
+"""Seconds that trackers get at the end of a run for what they have not shown yet."""
+
 
 class MetricsLog:
-    """Appends records to metrics.jsonl and TensorBoard events, and draws loss.png at the end.
+    """Appends records to metrics.jsonl, which trackers read, and draws loss.png at the end.
 
     A write that fails, as on a full disk, does not end a run: the first one is a warning, and all
     are counted.
@@ -22,23 +29,28 @@ class MetricsLog:
             resumed run writes them again.
         title: title of loss.png.
         warn: called with a warning if something cannot be written: training goes on.
+        track: names of trackers, or "none".
     """
 
     def __init__(
-        self, run_dir: Path, from_step: int, title: str, warn: Callable[[str], None] = print
-    ) -> None:
-        # slow to import: only the main rank needs it
-        from torch.utils.tensorboard import SummaryWriter
-
+        self, run_dir: Path, from_step: int, title: str, warn: Callable[[str], None] = print,
+        track: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.path, self.title, self.warn = run_dir / "metrics.jsonl", title, warn
         logged = [r for r in read_records(self.path) if is_whole(r)]
         self.records = [r for r in logged if r["step"] <= from_step]
         kept = "".join(json.dumps(record) + "\n" for record in self.records)
         with writing(self.path):
             write_atomically(self.path, kept.encode())
-            self.board = SummaryWriter(
-                str(run_dir), purge_step=from_step + 1 if from_step else None
+        module, place = "fastgpt.logs.trackers", run_dir.absolute()
+        self.trackers = {
+            name: subprocess.Popen(
+                [sys.executable, "-P", "-m", module, name, place, str(from_step)],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             )
+            for name in track if track != "none"
+        }  # fmt: skip
         self.torn = False
         """True if the last line of the file may be incomplete."""
         self.lost = 0
@@ -56,10 +68,7 @@ class MetricsLog:
             self.lost += 1
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes a line of JSON, and each number but the step as a TensorBoard scalar.
-
-        The numbers of a list are the scalars `name/0`, `name/1`, ...
-        """
+        """Writes a line of JSON."""
         self.records.append(record)
         line = f"{json.dumps(record)}\n"
         with self._unfailing(self.path), open(self.path, "a", opener=no_link) as file:
@@ -67,14 +76,6 @@ class MetricsLog:
             file.write(begin + line)
             file.flush()
             self.torn = False
-        with self._unfailing(self.path.parent):
-            os.stat(self.path.parent)  # without it the board's own thread would print a traceback
-            for name, value in record.items():
-                if isinstance(value, list):
-                    for number, part in enumerate(value):
-                        self.board.add_scalar(f"{name}/{number}", part, record["step"])
-                elif name != "step" and value is not None:
-                    self.board.add_scalar(name, value, record["step"])
 
     def write_sample(self, step: int, text: str) -> None:
         """Appends a sample to samples.txt."""
@@ -83,14 +84,30 @@ class MetricsLog:
             file.write(f"=== step {step} ===\n{text}\n\n")
 
     def close(self) -> None:
-        """Flushes everything, draws loss.png, and says how many writes have failed."""
-        with self._unfailing(self.path.parent):
-            self.board.close()
+        """Ends the trackers, draws loss.png, and says how many writes have failed."""
+        until = time.monotonic() + CLOSE_S
+        for tracker in self.trackers.values():
+            if tracker.stdin:
+                tracker.stdin.close()
         curves = self.path.with_name("loss.png")
         with self._unfailing(curves):
             plot_losses(self.records, curves, self.title)
+        for name, tracker in self.trackers.items():
+            with suppress(subprocess.TimeoutExpired):
+                tracker.wait(max(0, until - time.monotonic()))
+            tracker.kill()
+            if tracker.wait():
+                self.warn(f"{name} was ended, or ended early: it does not show all of this run")
         if self.lost:
             self.warn(f"the logs are not complete: {counted(self.lost, 'write')} to them failed")
+
+
+def check_trackers(track: Sequence[str]) -> None:
+    """Raises `UserError` if the package of a tracker is missing."""
+    for name in track:
+        if track != "none" and installed(name) is None:
+            how = f"pip install -c constraints.txt '.[{name}]'"
+            raise UserError(f"--track {name} needs the package {name}: {how}")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

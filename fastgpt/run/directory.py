@@ -16,7 +16,9 @@ from fastgpt.errors import UserError, writing
 from fastgpt.files import write_atomically
 
 ROOT = Path("runs")
-WRITTEN = re.compile(r"\.lock|checkpoints|(config|manifest)\.json|metrics\.jsonl|.*\.(txt|png)")
+WRITTEN = re.compile(
+    r"\.lock|checkpoints|wandb|(config|manifest)\.json|metrics\.jsonl|.*\.(txt|png|tracked)"
+)
 """Names of files and folders in a run that are known before it writes them."""
 
 
@@ -96,7 +98,7 @@ def open_run_dir(path: Path, config: Config, step: int, ranks: int = 1) -> str |
 
 def _set_log_aside(path: Path) -> str:
     """Moves the logs of a run to `abandoned_N`, and returns a clause that says so."""
-    logs = ("metrics.jsonl", "samples.txt", "loss.png", "events.out.tfevents.*")
+    logs = ("metrics.jsonl", "samples.txt", "loss.png", "events.out.tfevents.*", "*.tracked")
     files = [file for pattern in logs for file in path.glob(pattern)]
     if not files:
         return ""

@@ -21,7 +21,7 @@ from fastgpt.display import Display, short
 from fastgpt.errors import UserError, brief, counted
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.faults import watchdog
-from fastgpt.logs.metrics import MetricsLog
+from fastgpt.logs.metrics import MetricsLog, check_trackers
 from fastgpt.model.flops import flops_per_token
 from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal
@@ -71,6 +71,7 @@ class Trainer:
                 self.world.on_rank0(require_bokeh)
             # before its checkpoints are read, because the lock's holder writes and removes them
             self.world.on_rank0(lambda: self._lock(config))
+            self.world.on_rank0(lambda: check_trackers(config.track))
             self.engine = Engine(config, self.display.warn, data, source)
             cleanup.callback(self.engine.loader.close)
             self.config, self.world = self.engine.config, self.engine.world
@@ -120,7 +121,7 @@ class Trainer:
         peak = device.measured_peak(on, dtype) * device.shares(on, self.world.size)
         known = facts(engine, peak)
         title = f"{path.name}: {config.recipe}, {short(known['parameters'])} parameters"
-        self.log = MetricsLog(path, engine.step, title, warn)
+        self.log = MetricsLog(path, engine.step, title, warn, config.track)
         # the best is chosen among the checkpoints on disk, as in a run without interruption
         kept = checkpoint.kept_steps(path / "checkpoints")
         losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}

@@ -79,7 +79,7 @@ def test_killed_before_its_first_checkpoint_it_starts_again_and_keeps_its_log(
     for attempt in range(2):
         at_step(monkeypatch, 2, crash)
         with pytest.raises(Crash):
-            Trainer(parse(flags)).fit() if attempt else fit(STEPS)
+            Trainer(parse(flags)).fit() if attempt else fit(STEPS, "--track tensorboard")
         logs.append((run / "metrics.jsonl").read_bytes())
     capfd.readouterr()
     Trainer(parse(flags)).fit()
@@ -216,7 +216,7 @@ def test_metrics_are_appended_to(fit, tmp_path, monkeypatch):
     """A resumed run appends to metrics.jsonl, without damaged lines and repeated steps."""
     at_step(monkeypatch, 7, crash)
     with pytest.raises(Crash):
-        fit(STEPS)
+        fit(STEPS, "--track tensorboard")
     metrics = tmp_path / "run" / "metrics.jsonl"
     before = read_records(metrics)
     assert before[-1]["step"] == 7
@@ -226,7 +226,7 @@ def test_metrics_are_appended_to(fit, tmp_path, monkeypatch):
         file.write(b'{"step": 3, "tokens": 9, "train_loss": "1"}\n{"step": 8, "tr')
     (tmp_path / "run" / "manifest.json").write_text("[1]")
     time.sleep(1 - time.time() % 1)  # TensorBoard sorts event files by the second in their names
-    run = fit(STEPS, "--resume auto")
+    run = fit("--resume auto --track tensorboard", STEPS)
     after = read_records(metrics)
     assert [r for r in after if r["step"] <= 4] == [r for r in before if r["step"] <= 4]
     assert [r["step"] for r in after if "train_loss" in r] == list(range(1, 13))

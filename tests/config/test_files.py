@@ -33,6 +33,7 @@ def test_a_file_replaces_the_recipe_and_flags_the_file(written):
     assert (config.optim.lr, config.optim.grad_clip) == (1e-3, 2)
     assert parse(["shakespeare-cpu", "--config", written("optim: {lr: 6e-4}")]).optim.lr == 6e-4
     assert parse(["lecture-gpt-full", "--config", written("steps: 7")]).epochs is None
+    assert parse(["--config", written("track: [wandb, trackio]")]).track == ("wandb", "trackio")
 
 
 def test_what_is_printed_is_yaml(written, capsys):
@@ -51,6 +52,8 @@ def test_what_is_printed_is_yaml(written, capsys):
         ("steps: x", [], "--steps is 'x', which has the wrong type"),
         ("seed: -1", [], "--seed is -1: expected 0 to"),
         ("[1]", [], r"holds \[1\]: expected settings by name"),
+        ("track: wandb", [], "--track is 'wandb', which has the wrong type"),
+        ("track: [wandb, none]", [], "--track is a value of type tuple and length 2, which"),
         ("a: [", [], r"--config .*run\.yaml cannot be read: "),
         ("recipe: nope", [], "unknown recipe 'nope'"),
         ("recipe: [baby]", [], r"unknown recipe \"\['baby'\]\""),

@@ -201,7 +201,7 @@ def test_data_wait_is_the_share_of_time_that_steps_wait(fit, monkeypatch):
 
 def test_run_over_a_mixture_scores_each_corpus_and_goes_on_where_it_was(fit, two, tmp_path, capfd):
     source = "--data.source {}=0.75,{}=0.25".format(*two)
-    whole = fit(source, f"--run-dir {tmp_path / 'whole'}")
+    whole = fit(source, f"--run-dir {tmp_path / 'whole'} --track tensorboard")
     for record in read_records(whole / "metrics.jsonl"):
         if "val_loss" in record:
             first, second = record["val_losses"]

@@ -229,7 +229,7 @@ def test_throughput_is_of_training_alone(fit, monkeypatch):
 
 
 def test_tensorboard_holds_what_metrics_hold(fit):
-    run = fit()
+    run = fit("--track tensorboard")
     board = EventAccumulator(str(run)).Reload()
     for tag in ("train_loss", "val_loss", "val_bits_per_byte", "tok_per_s", "mfu", "lr"):
         written = {event.step: event.value for event in board.Scalars(tag)}
@@ -274,11 +274,12 @@ def test_samples_continue_the_prompt(fit):
 
 
 def test_everything_is_there_and_nothing_else(fit):
-    run = fit()
+    run = fit("--track tensorboard")
     names = {path.name for path in run.iterdir()}
     events = {name for name in names if name.startswith("events.out.tfevents.")}
     assert len(events) == 1
     expected = "config.json manifest.json metrics.jsonl checkpoints samples.txt loss.png .lock"
+    expected += " tensorboard.tracked"
     assert names - events == set(expected.split())
     kept = {path.name for path in (run / "checkpoints").iterdir()}
     assert kept == {"step_00000004", "step_00000008", "best"}

@@ -1,0 +1,158 @@
+"""Trackers show all that a run logs, each record once, and can neither hold up nor end it."""
+
+import html
+import json
+import re
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fastgpt.cli import parse
+from fastgpt.config.config import saved_config, to_json
+from fastgpt.errors import UserError
+from fastgpt.logs.metrics import read_records
+from fastgpt.train.trainer import Trainer
+from tests.processes import python
+from tests.runs import Crash, at_step, crash, outcome
+from tests.warm import ROOT, warm
+
+# --- what each shows, read by itself: [(step, name, number or text)] and the settings -------------
+
+
+def in_tensorboard(run):
+    board = EventAccumulator(str(run)).Reload()
+    tags = board.Tags()
+    shown = [(e.step, tag, e.value) for tag in tags["scalars"] for e in board.Scalars(tag)]
+    texts = [
+        (e.step, tag, e.tensor_proto.string_val[0].decode()[4:-4])
+        for tag in tags["tensors"] for e in board.Tensors(tag)
+    ]  # fmt: skip
+    settings = [text for _, tag, text in texts if tag == "config"]
+    return shown + [x for x in texts if x[1] == "sample"], json.loads(settings[-1])
+
+
+def in_wandb(run):
+    shown, config, ids = [], {}, set()
+    for file in sorted(run.glob("wandb/offline-run-*/*.wandb")):
+        read = python("-m", "wandb", "leet", "inspect", "--json", file)
+        for record in map(json.loads, read.stdout.splitlines()):
+            if record["type"] == "run":
+                config |= record["run"]["config"]["update"]
+                ids.add(record["run"]["run_id"])
+            if record["type"] == "history":
+                row = record["history"]["item"]
+                if "sample.path" in row:
+                    row["sample"] = page(file.parent / "files" / row["sample.path"])
+                keys = (key for key in row if key[0] != "_" and "sample." not in key)
+                shown += [(row["_step"], key, row[key]) for key in keys]
+    assert len(ids) == 1
+    return shown, config
+
+
+def in_trackio(run):
+    from trackio.sqlite_storage import SQLiteStorage
+    from trackio.utils import MEDIA_DIR
+
+    [name] = SQLiteStorage.get_runs("fastgpt")
+    shown = [
+        (row["step"], name, page(MEDIA_DIR / x["file_path"]) if isinstance(x, dict) else x)
+        for row in SQLiteStorage.get_logs("fastgpt", name)
+        for name, x in row.items() if name not in ("step", "timestamp")
+    ]  # fmt: skip
+    return shown, SQLiteStorage.get_run_config("fastgpt", name)
+
+
+def page(file):
+    return html.unescape(re.search("<pre>(.*)</pre>", file.read_text(), re.S)[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "said"),
+    [
+        ("tensorboard", in_tensorboard, ""),
+        ("wandb", in_wandb, "wandb: no login was found; `wandb sync /"),
+        ("trackio", in_trackio, "trackio: `trackio show --project fastgpt` shows this run"),
+    ],
+)
+def test_a_run_is_shown_once_also_where_it_is_resumed(
+    fit, name, read, said, tmp_path, monkeypatch, capfd
+):
+    """The packages themselves, without a network, an account or an answer on standard input."""
+    for variable in ("HOME", "TRACKIO_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / "home"))
+    for variable in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(variable, raising=False)
+    pytest.importorskip(name)
+    (tmp_path / "b.txt").write_text("a < b & c > d. " * 40)
+    source = f"--data.source {tmp_path}/text.txt=0.5,{tmp_path}/b.txt=0.5"
+    at_step(monkeypatch, 7, crash)
+    with pytest.raises(Crash):
+        fit(source, f"--steps 12 --track {name}")
+    assert said in capfd.readouterr().err
+    run = fit(source, f"--resume auto --steps 12 --track {name}")
+    expected = {}
+    for record in read_records(run / "metrics.jsonl"):
+        for key in ("train_loss", "val_loss", "lr", "grad_norm", "val_bits_per_byte"):
+            if record.get(key) is not None:
+                expected[record["step"], key] = pytest.approx(record[key], rel=1e-6)
+        parts = enumerate(record.get("val_losses", ()))
+        expected |= {(record["step"], f"val_losses/{i}"): pytest.approx(x) for i, x in parts}
+    samples = re.findall(r"=== step (\d+) ===\n(.*?)\n\n", (run / "samples.txt").read_text(), re.S)
+    expected |= {(int(step), "sample"): text for step, text in samples}
+    shown, settings = read(run)
+    shown = [x for x in shown if x[1] != "tokens"]  # in both records of a step
+    found = {(step, key): x for step, key, x in shown}
+    assert len(found) == len(shown), "something is shown twice"
+    assert {key: found.get(key) for key in expected} == expected
+    assert {"tok_per_s", "mfu", "val_tokens"} <= {key for _, key in found}
+    wanted = json.loads(to_json(saved_config(run)))
+    assert {key: settings[key] for key in wanted} == wanted
+
+
+FAULTS = {"wandb": "raise RuntimeError('no server')", "trackio": "hang()"}
+PACKAGE = """
+import threading
+def hang():
+    threading.Thread(target=threading.Event().wait).start()  # not a daemon: Python waits for it
+    threading.Event().wait()
+def act(name):
+    if name == {where!r}: {fault}
+class init:
+    url, offline = "https://example.org/run", False
+    def __init__(self, *_, **__): act("start")
+    def log(self, *_, **__): act("log")
+    def finish(self): act("close")
+Html = Settings = login = lambda *_, **__: True
+"""
+
+
+@pytest.mark.parametrize("where", ["start", "log", "close"])
+def test_one_that_raises_and_one_that_hangs_cost_nothing_but_what_they_would_show(
+    tiny, tmp_path, where
+):
+    for name, fault in FAULTS.items():
+        (tmp_path / f"{name}.py").write_text(PACKAGE.format(where=where, fault=fault))
+        (about := tmp_path / f"{name}-9.dist-info").mkdir()
+        (about / "METADATA").write_text(f"Name: {name}\nVersion: 9\n")
+    script = tmp_path / "limited.py"
+    script.write_text(
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
+        "from fastgpt.logs import metrics; metrics.CLOSE_S = 3.0\nimport train; train.main()\n"
+    )
+    without = tiny(f"--run-dir {tmp_path / 'without'}")
+    assert warm().run(script, *without, cwd=tmp_path).returncode == 0
+    done = warm().run(script, *tiny("--track wandb trackio tensorboard"), cwd=tmp_path, timeout=25)
+    assert done.returncode == 0, done.stderr
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "without")
+    assert done.stderr.count("warning: wandb is turned off, training goes on: RuntimeError") == 1
+    assert done.stdout.count("warning: ") == 1
+    assert "warning: trackio was ended, or ended early: it does not show" in done.stdout
+    shown = in_tensorboard(tmp_path / "run")[0]
+    assert {step for step, key, _ in shown if key == "val_loss"} == {0, 4, 8}
+
+
+def test_a_package_that_is_missing_is_said_before_anything_is_made(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("fastgpt.logs.metrics.installed", lambda name: None)
+    with pytest.raises(UserError, match=r"--track wandb needs the package wandb: pip install .*"):
+        Trainer(parse(tiny("--track wandb")))
+    assert not (tmp_path / "run").exists()
