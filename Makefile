@@ -3,7 +3,7 @@
 #   VENV=dir     the environment (.venv), made and kept up to date as needed;
 #                VENV=none uses $(PYTHON) as it is and installs nothing
 #   PYTHON=exe   the Python that makes the environment (python3)
-#   EXTRAS=a,b   what `make setup` installs beside the core (dev; also bench, data)
+#   EXTRAS=a,b   what `make setup` installs beside the core (dev; also bench, data, docs, notebook)
 #   ARGS="..."   handed on to the command that the target runs
 #   OP=norm      the folder of kernels/ that `make op` checks; ARCH="80 90" compiles it for these
 
@@ -12,7 +12,7 @@ PYTHON ?= python3
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full mutants chaos bench bench-regress gpu tune reproduce hub lint fmt clean
+.PHONY: help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full mutants chaos bench bench-regress gpu tune reproduce hub docs notebook lint fmt clean
 .PHONY: .check-python .check-extras .check-op .new-venv
 .NOTPARALLEL:
 
@@ -196,6 +196,13 @@ tune: $(call env,core) ## choose attention's tiles on the GPU at hand; ARGS=--st
 
 hub: $(call env,core) ## build the folder that Hugging Face's kernels loads: build/hub, or ARGS='--out DIR'
 	$(PY) -m kernels.hub $(ARGS)
+
+docs: $(call env,docs) ## build the documentation: build/docs/index.html; REPOSITORY=https://... for its links to code
+	$(PY) -m sphinx -q -W --keep-going -n -D repository=$(REPOSITORY) -c docs -d build/doctrees . build/docs
+
+notebook: $(call env,notebook) ## run examples/first_model.ipynb: build/notebook/first_model.ipynb has what it printed and drew
+	rm -rf build/notebook && mkdir -p build/notebook && cp examples/first_model.ipynb build/notebook
+	$(PY) -m jupyter execute --inplace build/notebook/first_model.ipynb
 
 lint: $(call env,dev) ## check style and types
 	$(PY) -m ruff check .

@@ -98,6 +98,8 @@ EXEMPT = {
     r"make gpu": "needs a GPU",
     r"make lint": ".ci/run runs it before the tests",
     r"make setup EXTRAS=": "downloads packages",
+    r"make docs": "needs the extra docs: tests/test_site.py builds it in the workflow's job docs",
+    r"make notebook": "that job runs it; tests/test_examples.py runs its code",
     r"make simgpu": "makes an environment of its own, of 2 GB: the part simgpu of .ci/run",
     r"make op": "the part gate of .ci/run runs it",
     r"make budget ARGS=--record": "replaces the budget, for two versions of Triton",

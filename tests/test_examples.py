@@ -38,6 +38,25 @@ def test_the_examples_run_one_after_the_other(tmp_path):
         assert re.search(rf"^{said}", done.stdout, re.M), done.stdout
 
 
+def test_the_code_of_the_notebook_runs(tmp_path):
+    """`make notebook` runs it as a notebook, with all its steps."""
+    notebook = json.loads((ROOT / "examples" / "first_model.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    code = code.replace("STEPS = 300 ", "STEPS = 2 ")
+    code = code.replace("from IPython.display import clear_output", "def clear_output(wait): pass")
+    script = tmp_path / "first_model.py"
+    script.write_text(code)
+    environment = {"TRITON_INTERPRET": None, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    done = warm().run(script, cwd=tmp_path, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^done after step 2: ", done.stdout, re.M)
+    [difference] = re.findall(r"logits differ from ours by at most (\S+)$", done.stdout, re.M)
+    assert float(difference) < 1e-4
+    assert "GPT2LMHeadModel on cpu: 0 of 4 ops patched" in done.stdout
+
+
 def test_every_example_is_run_short_and_says_how_to_run_it():
     scripts = sorted((ROOT / "examples").glob("*.py"))
     assert {script.name for script in scripts} == EXAMPLES.keys()

@@ -45,9 +45,9 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.root, self.bin = folder, folder / "a checkout", folder / "bin"
-        (self.root / "simgpu").mkdir(parents=True)
-        self.bin.mkdir()
-        for name in ("Makefile", *REQUIREMENTS):
+        for place in (self.root / "simgpu", self.root / "examples", self.bin):
+            place.mkdir(parents=True)
+        for name in ("Makefile", "examples/first_model.ipynb", *REQUIREMENTS):
             os.utime(shutil.copy(ROOT / name, self.root / name), (1e9, 1e9))
         for name, version in PYTHONS.items():
             said = {"version": version, "ensurepip": "None" if name == "bare" else "sys"}
