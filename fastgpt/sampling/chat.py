@@ -226,10 +226,15 @@ def _messages(row: Any) -> Messages:
     return messages
 
 
-def _encoded(messages: Messages, tokenizer: Tokenizer, template: Template, context: int) -> Encoded:
+def refuse_special(tokenizer: Tokenizer, messages: Messages) -> None:
+    """Raises `UserError` if a message has a special token, with which it could end its turn."""
     for name in getattr(tokenizer, "special", {}):
         if any(name in message["content"] for message in messages):
             raise UserError(f"a message contains {name}, a special token")
+
+
+def _encoded(messages: Messages, tokenizer: Tokenizer, template: Template, context: int) -> Encoded:
+    refuse_special(tokenizer, messages)
     ids, learnt = encode(tokenizer, template.pieces(messages))
     if len(ids) > context + 1:
         raise UserError(

@@ -45,6 +45,9 @@ class Piece:
     def __str__(self) -> str:
         return self.text
 
+    def __add__(self, later: "Piece") -> "Piece":
+        return Piece(self.text + later.text, self.tokens + later.tokens, later.finish)
+
 
 class Continuation:
     """Continuation of one text, which logits extend by a token each, decoded as it grows.
