@@ -1,8 +1,4 @@
-"""Drawing of the next token from a model's logits, for all that generates text.
-
-Shapes
-    B rows, V vocabulary
-"""
+"""Drawing of the next token from logits (B, V): B rows, V the vocabulary."""
 
 import math
 from collections.abc import Sequence
@@ -17,18 +13,13 @@ COLDEST = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
-    """Options of drawing a token, which are applied in the order of the fields."""
+    """Options of drawing a token, those of `generate`, applied in the order of the fields."""
 
     repetition_penalty: float = 1.0
-    """Factor by which logits of tokens in the text so far lose (Keskar et al. 2019); 1: none."""
     temperature: float = 1.0
-    """Divisor of the logits; 0 takes the likeliest token."""
     top_k: int | None = None
-    """Number of likeliest tokens to draw from; None: all."""
     top_p: float | None = None
-    """Probability that the smallest set of tokens to draw from reaches; None: 1."""
     min_p: float | None = None
-    """Least probability of a token, as a share of the likeliest one's; None: 0."""
 
     def draw(
         self,
@@ -36,13 +27,11 @@ class Drawing:
         generator: Generator | Sequence[Generator] | None = None,
         seen: Tensor | None = None,
     ) -> Tensor:
-        """Draws a token for each row: (B,) int64.
+        """Draws a token for each row, (B,) int64, from logits on the CPU, fp32.
 
         Args:
-            logits: (B, V) fp32, on the CPU.
-            generator: one for all rows, or one for each: its draws then do not depend on the
-                other rows.
-            seen: bool (B, V), the tokens of the text so far (`seen_in`); None: no penalty.
+            generator: one for all rows, or one for each.
+            seen: bool (B, V), tokens that the penalty makes less likely; None: no penalty.
         """
         if seen is not None:
             factor = self.repetition_penalty
@@ -58,12 +47,7 @@ class Drawing:
         return torch.multinomial(shares, 1, generator=generator)[:, 0]
 
     def seen_in(self, tokens: Tensor, counts: Tensor, vocab_size: int) -> Tensor | None:
-        """Returns which tokens of the vocabulary each row has, (B, V); None without a penalty.
-
-        Args:
-            tokens: (B, T) int64.
-            counts: bool (B, T), False for padding.
-        """
+        """Returns which tokens rows (B, T) have where `counts`, (B, V); None without a penalty."""
         if self.repetition_penalty == 1:
             return None
         counts = counts & (tokens < vocab_size)

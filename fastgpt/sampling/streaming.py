@@ -1,4 +1,4 @@
-"""Text that appears while it is generated: `fastgpt.stream`, and what serving shares with it."""
+"""Text that appears while it is generated."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class Token:
     offset: int
     """Index of its first character in the continuation."""
     logprob: float | None
-    """Natural logarithm of the model's probability, before temperature and other options."""
+    """Natural logarithm of its probability before temperature and other options."""
     top: list[tuple[int, float]]
-    """The likeliest ids with their log-probabilities."""
+    """The likeliest ids and their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Piece:
 
     text: str
     tokens: list[Token]
-    """Tokens whose text begins in the piece, and of the last piece those without text."""
+    """Tokens whose text begins in the piece; in the last one also those without text."""
     finish: Literal["stop", "length"] | None = None
-    """Reason why this piece is the last: end of text or stop string, or number of tokens."""
+    """Why it is the last piece: end of text or stop string, or number of tokens."""
 
     def __str__(self) -> str:
         return self.text
@@ -50,16 +50,9 @@ class Piece:
 
 
 class Continuation:
-    """Continuation of one text, which logits extend by a token each, decoded as it grows.
+    """Continuation of one prompt (T,), which logits extend by a token each, decoded as it grows.
 
-    Args:
-        prompt: (T,) int64.
-        max_new_tokens: number of tokens after which it ends.
-        stop: texts before which it ends.
-        logprobs: number of likeliest tokens to report with log-probabilities; None: neither.
-        strip: leaves out white space at both ends.
-        generator: on the CPU.
-        options: fields of `Drawing`.
+    The arguments are those of `stream`; with `strip` without white space at both ends.
     """
 
     def __init__(
@@ -77,9 +70,9 @@ class Continuation:
         self.tokenizer, self.left, self.last, self.text = tokenizer, max_new_tokens, -1, ""
         self.stop, self.logprobs, self.strip = [*filter(None, stop)], logprobs, strip
         self.generator, self.drawing = generator, Drawing(**options)
-        every = torch.ones_like(prompt[None], dtype=torch.bool)
-        self.seen = self.drawing.seen_in(prompt[None], every, tokenizer.vocab_size)
-        # the last ids: those of a text that is complete, as context, and those after it
+        counts = torch.ones_like(prompt[None], dtype=torch.bool)
+        self.seen = self.drawing.seen_in(prompt[None], counts, tokenizer.vocab_size)
+        # the newest ids: first the context, a text that is complete
         self.ids, self.context = prompt.tolist(), len(prompt)
         self.decoded = len(tokenizer.decode(self.ids))
         self.sent, self.pending = 0, list[Token]()
@@ -139,29 +132,19 @@ class Continuation:
 
 
 def stream(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str | Tensor,
-    *,
-    exact: bool = False,
-    **options: Any,
+    model: GPT, tokenizer: Tokenizer, prompt: str | Tensor, *, exact: bool = False, **options: Any
 ) -> Iterator[Piece]:
-    """Continues a text, and yields each piece as soon as it is certain: whole characters.
-
-    The pieces are what `fastgpt.generate` gives for the prompt alone, without the end-of-text
-    token. To stop before `max_new_tokens`, leave the loop.
+    """Continues a text, and yields it piece by piece, in whole characters, as it is generated.
 
     Args:
         model: in evaluation mode.
         prompt: text, or its ids (T,) int64.
         exact: as in `fastgpt.generate`.
-        options: `max_new_tokens`; `stop`, a list of texts before which it ends; `logprobs`, the
-            number of likeliest tokens to report; those of `fastgpt.generate`: temperature, top_k,
-            top_p, min_p, repetition_penalty, generator.
+        options: `max_new_tokens`; `stop`, texts before which it ends; `logprobs`, number of
+            likeliest tokens to report; those of `fastgpt.generate` for drawing.
 
     Yields:
-        Piece: `text`, which is also its `str`; `tokens` with ids and, if asked for,
-        log-probabilities; `finish` in the last piece.
+        Piece: its `str` is the text; `tokens` have ids and log-probabilities.
 
     Raises:
         UserError: as `fastgpt.encode_prompt`, or an id is outside of the vocabulary.

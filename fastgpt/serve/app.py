@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException as StarletteError
 from torch import Tensor
@@ -36,8 +37,7 @@ MOST = 64
 LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.I)
 """Hosts that answer without a token: another name in a browser may lead to this machine, too."""
 ERRORS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-
-# --- requests -------------------------------------------------------------------------------------
+PAGE = Path(__file__).with_name("page.html")
 
 
 class Fields(BaseModel):
@@ -77,12 +77,11 @@ class Asked(Fields):
     logit_bias: dict[str, float] = Field({}, max_length=0)
 
     def options(self, index: int) -> dict[str, Any]:
-        """Returns the options of the `Continuation` number `index`."""
+        """Returns the options of drawing for the text number `index`."""
         generator = torch.Generator()
         generator.seed() if self.seed is None else generator.manual_seed(self.seed + index)
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        return {x: getattr(self, x) for x in names} | {"generator": generator, "stop": stop}
+        return {name: getattr(self, name) for name in names} | {"generator": generator}
 
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -93,11 +92,11 @@ class Completion(Asked):
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
 
-    def prompts(self, server: "Server") -> list[Tensor]:
+    def prompts(self, tokenizer: Tokenizer, _: Template | None) -> list[Tensor]:
         several = isinstance(self.prompt, list) and not isinstance((*self.prompt, "")[0], int)
+        each = self.prompt if several else [self.prompt]
         return [
-            encode_prompt(x, server.tokenizer) if isinstance(x, str) else torch.tensor(x)
-            for x in (self.prompt if several else [self.prompt])
+            encode_prompt(x, tokenizer) if isinstance(x, str) else torch.tensor(x) for x in each
         ]
 
 
@@ -111,10 +110,6 @@ class Message(Fields):
     content: str | list[TextPart]
     name: str = ""
 
-    def plain(self) -> dict[str, str]:
-        parts = [self.content] if isinstance(self.content, str) else [x.text for x in self.content]
-        return {"role": self.role, "content": "".join(parts)}
-
 
 class Chat(Asked):
     messages: list[Message] = Field(min_length=1)
@@ -123,17 +118,17 @@ class Chat(Asked):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
-    def prompts(self, server: "Server") -> list[Tensor]:
-        if server.template is None:
+    def prompts(self, tokenizer: Tokenizer, template: Template | None) -> list[Tensor]:
+        if template is None:
             raise refusal(400, "the model has no chat template: expected /v1/completions", "model")
-        messages = [message.plain() for message in self.messages]
+        messages = []
+        for x in self.messages:
+            parts = [x.content] if isinstance(x.content, str) else [part.text for part in x.content]
+            messages.append({"role": x.role, "content": "".join(parts)})
         if messages[-1]["role"] == "assistant":
             raise refusal(400, "the last message is an answer: expected a question", "messages")
-        refuse_special(server.tokenizer, messages)
-        return [torch.from_numpy(encode(server.tokenizer, server.template.pieces(messages))[0])]
-
-
-# --- answers --------------------------------------------------------------------------------------
+        refuse_special(tokenizer, messages)
+        return [torch.from_numpy(encode(tokenizer, template.pieces(messages))[0])]
 
 
 def refusal(
@@ -151,7 +146,11 @@ def as_json(content: Any, status: int = 200) -> Response:
 
 def as_error(_: Request, error: Exception) -> Response:
     """Answers an error in OpenAI's form."""
-    if not isinstance(error, StarletteError):
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        name = str((*first["loc"], "")[1])
+        error = refusal(400, f"{name or 'the request'}: {first['msg']}", name or None)
+    elif not isinstance(error, StarletteError):
         error = refusal(400, str(error))
     elif not isinstance(error.detail, dict):
         error = refusal(error.status_code, error.detail)
@@ -167,15 +166,9 @@ class Server:
     """
 
     def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        template: Template | None = None,
-        *,
-        token: str | None = None,
-        seconds: float = 600.0,
-    ) -> None:
+        self, name: str, engine: Engine, tokenizer: Tokenizer, template: Template | None = None, *,
+        token: str | None = None, seconds: float = 600.0,
+    ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.template = engine, tokenizer, template
         self.token, self.seconds = token, seconds
         self.end_of_turn = template.end_of_turn() if template else ""
@@ -186,17 +179,20 @@ class Server:
 
     def app(self) -> FastAPI:
         """Returns the interface."""
-        handlers: Any = {StarletteError: as_error, UserError: as_error}
-        app = FastAPI(openapi_url=None, exception_handlers=handlers)
+        kinds: tuple[Any, ...] = (StarletteError, RequestValidationError, UserError)
+        app = FastAPI(
+            openapi_url=None, max_body_size=LONGEST_BODY,
+            exception_handlers=dict.fromkeys(kinds, as_error),
+        )  # fmt: skip
         api = APIRouter(prefix="/v1", dependencies=[Depends(self._admit)])
 
         @api.post("/completions")
-        async def completions(request: Request) -> Response:
-            return await self._answer(request, Completion)
+        async def completions(asked: Completion, request: Request) -> Response:
+            return await self._answer(asked, request)
 
         @api.post("/chat/completions")
-        async def chat_completions(request: Request) -> Response:
-            return await self._answer(request, Chat)
+        async def chat_completions(asked: Chat, request: Request) -> Response:
+            return await self._answer(asked, request)
 
         @api.get("/models")
         async def models() -> Response:
@@ -204,18 +200,14 @@ class Server:
 
         @api.get("/models/{name:path}")
         async def model(name: str) -> Response:
-            self._check_name(name)
-            return as_json(self.model)
+            return as_json(self._check_name(name))
 
         @app.get("/health")
         async def health() -> Response:
             counts = {"running": len(self.engine.running), "waiting": len(self.engine.waiting)}
             return as_json({"status": "ok", **counts})
 
-        @app.get("/")
-        async def page() -> Response:
-            return FileResponse(Path(__file__).with_name("page.html"))
-
+        app.add_api_route("/", lambda: FileResponse(PAGE), response_class=FileResponse)
         app.include_router(api)
         return app
 
@@ -226,12 +218,12 @@ class Server:
         if not self.token and not LOCAL.fullmatch(request.headers.get("host", "")):
             raise refusal(403, "expected localhost in the header Host")
 
-    def _check_name(self, name: str) -> None:
+    def _check_name(self, name: str) -> dict[str, Any]:
         if name != self.model["id"]:
             raise refusal(404, f"there is no model {name!r}", "model", "model_not_found")
+        return self.model
 
-    async def _answer(self, request: Request, kind: type[Completion] | type[Chat]) -> Response:
-        asked = await _read(request, kind)
+    async def _answer(self, asked: Completion | Chat, request: Request) -> Response:
         self._check_name(asked.model)
         events, loop = asyncio.Queue(), asyncio.get_running_loop()
 
@@ -244,99 +236,82 @@ class Server:
             self.engine.submit(jobs)
         except BusyError as error:
             raise refusal(429, str(error), code="busy") from error
-        watch = asyncio.create_task(_watch(request, jobs))
-        answer = Answer(self, asked, jobs)
+        pieces = _pieces(events, jobs, asyncio.create_task(_watch(request, jobs)))
+        kind, prefix = (
+            ("chat.completion", "chatcmpl")
+            if isinstance(asked, Chat)
+            else ("text_completion", "cmpl")
+        )
+        about = {
+            "id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model,
+            "object": kind + ".chunk" * (asked.stream and isinstance(asked, Chat)),
+        }  # fmt: skip
         if asked.stream:
-            lines = answer.stream(_pieces(events, jobs, watch))
+            lines = self._events(asked, about, jobs, pieces)
             return StreamingResponse(lines, media_type="text/event-stream")
-        return as_json(await answer.whole(_pieces(events, jobs, watch)))
+        whole = [Piece("", [])] * len(jobs)
+        async for index, piece in pieces:
+            whole[index] += piece
+        choices = [self._choice(asked, *each) for each in enumerate(whole)]
+        return as_json(about | {"choices": choices, "usage": usage(asked, jobs)})
 
     def _jobs(self, asked: Completion | Chat, put: Callable[..., None]) -> list[Job]:
         """Encodes the prompts of a request; `n` texts of the first come first."""
-        prompts, config, jobs = asked.prompts(self), self.engine.model.config, []
+        prompts, config = asked.prompts(self.tokenizer, self.template), self.engine.model.config
         if not 1 <= len(prompts) * asked.n <= MOST:
             raise refusal(400, f"expected 1 to {MOST} texts in all", "n")
-        most, top, strip = asked.max_tokens, asked.logprobs, isinstance(asked, Chat)
+        most, top, chat, jobs = asked.max_tokens, asked.logprobs, isinstance(asked, Chat), []
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
         if isinstance(asked, Chat):
             most = asked.max_completion_tokens or most or config.context
             top = asked.top_logprobs if asked.logprobs else None
+            stop = [*stop, self.end_of_turn]
         for ids in (ids for ids in prompts for _ in range(asked.n)):
             check_tokens(ids[None], config)
             room = config.context + 1 - len(ids)
             if room < 1:
                 said = f"the prompt has {len(ids):,} tokens: expected at most {config.context:,}"
                 raise refusal(400, said, "prompt", "context_length_exceeded")
-            options = asked.options(len(jobs))
-            options["stop"] = [*options["stop"], *[self.end_of_turn] * strip]
             text = Continuation(
-                self.tokenizer, ids, max_new_tokens=min(most, room), logprobs=top, strip=strip,
-                **options,
+                self.tokenizer, ids, max_new_tokens=min(most, room), stop=stop, logprobs=top,
+                strip=chat, **asked.options(len(jobs)),
             )  # fmt: skip
             ends = time.monotonic() + self.seconds
             jobs.append(Job(ids, text, partial(put, len(jobs)), ends))
         return jobs
 
-
-class Answer:
-    """Form of an answer."""
-
-    def __init__(self, server: Server, asked: Completion | Chat, jobs: list[Job]) -> None:
-        self.asked, self.jobs, self.tokenizer = asked, jobs, server.tokenizer
-        self.chat = isinstance(asked, Chat)
-        kind = "chat.completion" + ".chunk" * asked.stream if self.chat else "text_completion"
-        self.about = {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}", "object": kind,
-            "created": int(time.time()), "model": asked.model,
-        }  # fmt: skip
-
-    async def whole(self, pieces: AsyncIterator[tuple[int, Piece]]) -> dict[str, Any]:
-        """Returns the answer when it is complete."""
-        texts = [Piece("", [])] * len(self.jobs)
-        async for index, piece in pieces:
-            texts[index] += piece
-        choices = [self._choice(index, text) for index, text in enumerate(texts)]
-        return self.about | {"choices": choices, "usage": self._usage()}
-
-    async def stream(self, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[str]:
-        """Yields the answer as server-sent events."""
-        usage = self.asked.stream_options.include_usage
-        about = self.about | ({"usage": None} if usage else {})
-
-        def event(content: dict[str, Any]) -> str:
-            return f"data: {json.dumps(content)}\n\n"
-
+    async def _events(
+        self, asked: Completion | Chat, about: dict[str, Any], jobs: list[Job],
+        pieces: AsyncIterator[tuple[int, Piece]],
+    ) -> AsyncIterator[str]:  # fmt: skip
+        """Yields an answer as server-sent events."""
+        if asked.stream_options.include_usage:
+            about["usage"] = None
         try:
-            for index in range(len(self.jobs) * self.chat):
-                yield event(about | {"choices": [self._choice(index, Piece("", []), "assistant")]})
+            for index in range(len(jobs) * isinstance(asked, Chat)):
+                yield event(about | {"choices": [self._choice(asked, index, Piece("", []), True)]})
             async for index, piece in pieces:
                 if piece.text or piece.finish:
-                    yield event(about | {"choices": [self._choice(index, piece)]})
-            if usage:
-                yield event(about | {"choices": [], "usage": self._usage()})
+                    yield event(about | {"choices": [self._choice(asked, index, piece)]})
+            if asked.stream_options.include_usage:
+                yield event(about | {"choices": [], "usage": usage(asked, jobs)})
             yield "data: [DONE]\n\n"
         except HTTPException as error:
             yield event({"error": error.detail})
 
-    def _usage(self) -> dict[str, int]:
-        asked = sum(len(job.prompt) for job in self.jobs[:: self.asked.n])
-        drawn = sum(job.length + 1 - len(job.prompt) for job in self.jobs)
-        return {
-            "prompt_tokens": asked, "completion_tokens": drawn, "total_tokens": asked + drawn,
-        }  # fmt: skip
+    def _choice(
+        self, asked: Completion | Chat, index: int, piece: Piece, first: bool = False
+    ) -> dict[str, Any]:
+        role = {"role": "assistant"} if first or not asked.stream else {}
+        if isinstance(asked, Chat):
+            said = {"delta" if asked.stream else "message": role | {"content": piece.text}}
+        else:
+            said = {"text": piece.text}
+        known = asked.logprobs is not None and asked.logprobs is not False
+        logprobs = self._logprobs(piece.tokens, isinstance(asked, Chat)) if known else None
+        return {"index": index, "finish_reason": piece.finish, "logprobs": logprobs, **said}
 
-    def _choice(self, index: int, piece: Piece, role: str | None = None) -> dict[str, Any]:
-        said: dict[str, Any] = {"text": piece.text}
-        if self.chat:
-            message = {"content": piece.text} | ({"role": role} if role else {})
-            said = (
-                {"delta": message}
-                if self.asked.stream
-                else {"message": {"role": "assistant"} | message}
-            )
-        logprobs = None if self.jobs[index].text.logprobs is None else self._logprobs(piece.tokens)
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": piece.finish}
-
-    def _logprobs(self, tokens: list[Token]) -> dict[str, Any]:
+    def _logprobs(self, tokens: list[Token], chat: bool) -> dict[str, Any]:
         def entry(id: int, logprob: float | None) -> dict[str, Any]:
             text = self.tokenizer.decode([id])
             # the bytes of a part of a character are not known
@@ -344,7 +319,7 @@ class Answer:
             return {"token": text, "logprob": logprob, "bytes": data}
 
         each = [(entry(x.id, x.logprob), [entry(*top) for top in x.top]) for x in tokens]
-        if self.chat:
+        if chat:
             return {"content": [one | {"top_logprobs": top} for one, top in each]}
         return {
             "tokens": [one["token"] for one, _ in each],
@@ -354,21 +329,15 @@ class Answer:
         }
 
 
-async def _read(request: Request, kind: type[Completion] | type[Chat]) -> Completion | Chat:
-    """Reads a request; raises `refusal` if it is no such one."""
-    if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-        raise refusal(415, "expected the content type application/json")
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > LONGEST_BODY:
-            raise refusal(413, f"expected at most {LONGEST_BODY:,} bytes")
-    try:
-        return kind.model_validate_json(bytes(body))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else None
-        raise refusal(400, f"{name or 'the request'}: {first['msg']}", name) from error
+def event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def usage(asked: Asked, jobs: list[Job]) -> dict[str, int]:
+    prompts = sum(len(job.prompt) for job in jobs[:: asked.n])
+    drawn = sum(job.length + 1 - len(job.prompt) for job in jobs)
+    counts = {"prompt_tokens": prompts, "completion_tokens": drawn}
+    return counts | {"total_tokens": prompts + drawn}
 
 
 async def _watch(request: Request, jobs: list[Job]) -> None:
@@ -386,12 +355,12 @@ async def _pieces(
     left = len(jobs)
     try:
         while left:
-            index, event = await events.get()
-            if isinstance(event, Exception):
-                late = isinstance(event, TimeoutError | ConnectionAbortedError)
-                raise refusal(503 if late else 500, str(event) or type(event).__name__)
-            left -= event.finish is not None
-            yield index, event
+            index, found = await events.get()
+            if isinstance(found, Exception):
+                late = isinstance(found, TimeoutError | ConnectionAbortedError)
+                raise refusal(503 if late else 500, str(found) or type(found).__name__)
+            left -= found.finish is not None
+            yield index, found
     finally:
         watch.cancel()
         for job in jobs:

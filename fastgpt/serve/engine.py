@@ -29,7 +29,7 @@ class Job:
     """(T,) int64 on the CPU."""
     text: Continuation
     put: Callable[[Piece | Exception], None]
-    """Called in the engine's thread with each piece, or with the error that ends the text: a
+    """Called in the engine's thread, must not fail: with each piece, or the error that ends it, a
     `TimeoutError`, a `ConnectionAbortedError` if it was given up, or a bug's."""
     deadline: float
     """Time by `time.monotonic` at which it is ended."""
