@@ -140,7 +140,7 @@ def installed(request, source, wheel, tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [*source.glob("fastgpt/**/*"), *source.glob("kernels/**/*")]
-    kinds = (".py", ".json", ".toml", ".typed")
+    kinds = (".py", ".json", ".toml", ".html", ".typed")
     paths = [str(file.relative_to(source)) for file in files if file.suffix in kinds]
     assert {"kernels/attention/tuning/default.json", "fastgpt/py.typed"} <= {*paths}
     assert names == {re.sub("^kernels/", "fastgpt/kernels/", path) for path in paths}

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,10 @@ class ServeConfig:
     model: Annotated[str, tyro.conf.Positional]
     """Model to serve: whatever fastgpt.load takes, such as a run or a folder of Hugging Face."""
     host: str = "127.0.0.1"
-    """Address to listen on. Addresses that other machines can reach need a token, which clients
-    send as their API key: the environment variable FASTGPT_TOKEN has it."""
-    port: Annotated[int, Range(words="0 to 65535", ge=0, le=65535)] = 8000
-    """Port to listen on; 0 chooses a free one."""
+    """Address to listen on. One that other machines can reach needs a token in the environment
+    variable FASTGPT_TOKEN, which clients send as their API key."""
+    port: Annotated[int, Range(words="1 to 65535", ge=1, le=65535)] = 8000
+    """Port to listen on."""
     slots: Annotated[int, Range(words="1 to 1,024", ge=1, le=1024)] = 16
     """Number of texts that are generated at once; the cache of each is as long as the context."""
     queue: Annotated[int, Range(words="64 or more", ge=64)] = 128
@@ -37,8 +38,7 @@ class ServeConfig:
     seconds: Annotated[float, POSITIVE] = 600.0
     """Time after which a request is ended."""
     exact: bool = False
-    """Computation in which a text does not depend on the others of the batch. With --precision
-    fp32 and a temperature of 0 it is what `python -m fastgpt.sample --exact` gives."""
+    """Computation in which a text does not depend on the others of the batch."""
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = "auto"
     """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -46,19 +46,14 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not is_local(self.host) and not os.environ.get("FASTGPT_TOKEN"):
+        local = self.host == "localhost"
+        with suppress(ValueError):
+            local = local or ipaddress.ip_address(self.host).is_loopback
+        if not local and not os.environ.get("FASTGPT_TOKEN"):
             raise UserError(
                 f"--host is {self.host}, which other machines can reach: expected a token of your"
                 " choice in the environment variable FASTGPT_TOKEN"
             )
-
-
-def is_local(host: str) -> bool:
-    """Returns True if an address is reached from this machine alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def main(argv: list[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
@@ -37,6 +37,7 @@ MOST = 64
 LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.I)
 """Hosts that answer without a token: another name in a browser may lead to this machine, too."""
 ERRORS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -76,28 +77,29 @@ class Asked(Fields):
     presence_penalty: float = Field(0, ge=0, le=0)
     logit_bias: dict[str, float] = Field({}, max_length=0)
 
-    def options(self, index: int) -> dict[str, Any]:
-        """Returns the options of drawing for the text number `index`."""
-        generator = torch.Generator()
-        generator.seed() if self.seed is None else generator.manual_seed(self.seed + index)
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        return {name: getattr(self, name) for name in names} | {"generator": generator}
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Completion(Asked):
+    kind: ClassVar = "text_completion"
     prompt: str | list[Id] | list[str] | list[list[Id]] = ""
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
 
-    def prompts(self, tokenizer: Tokenizer, _: Template | None) -> list[Tensor]:
+    def prompts(self, server: "Server") -> list[Tensor]:
         several = isinstance(self.prompt, list) and not isinstance((*self.prompt, "")[0], int)
-        each = self.prompt if several else [self.prompt]
         return [
-            encode_prompt(x, tokenizer) if isinstance(x, str) else torch.tensor(x) for x in each
+            encode_prompt(x, server.tokenizer) if isinstance(x, str) else torch.tensor(x)
+            for x in (self.prompt if several else [self.prompt])
         ]
+
+    def options(self, server: "Server") -> dict[str, Any]:
+        return {"max_new_tokens": self.max_tokens, "logprobs": self.logprobs, "stop": self.stops}
 
 
 class TextPart(Fields):
@@ -112,14 +114,15 @@ class Message(Fields):
 
 
 class Chat(Asked):
+    kind: ClassVar = "chat.completion"
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
-    def prompts(self, tokenizer: Tokenizer, template: Template | None) -> list[Tensor]:
-        if template is None:
+    def prompts(self, server: "Server") -> list[Tensor]:
+        if server.template is None:
             raise refusal(400, "the model has no chat template: expected /v1/completions", "model")
         messages = []
         for x in self.messages:
@@ -127,16 +130,21 @@ class Chat(Asked):
             messages.append({"role": x.role, "content": "".join(parts)})
         if messages[-1]["role"] == "assistant":
             raise refusal(400, "the last message is an answer: expected a question", "messages")
-        refuse_special(tokenizer, messages)
-        return [torch.from_numpy(encode(tokenizer, template.pieces(messages))[0])]
+        refuse_special(server.tokenizer, messages)
+        return [torch.from_numpy(encode(server.tokenizer, server.template.pieces(messages))[0])]
+
+    def options(self, server: "Server") -> dict[str, Any]:
+        top = self.top_logprobs if self.logprobs else None
+        stop, most = [*self.stops, server.end_of_turn], self.max_completion_tokens
+        return {
+            "max_new_tokens": most or self.max_tokens, "logprobs": top, "stop": stop, "strip": True,
+        }  # fmt: skip
 
 
-def refusal(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> HTTPException:
+def refusal(status: int, message: str, param: str = "", code: str = "") -> HTTPException:
     """Returns the exception that is answered with OpenAI's form of an error."""
     detail: Any = {"message": message, "type": ERRORS.get(status, "invalid_request_error")}
-    return HTTPException(status, detail | {"param": param, "code": code})
+    return HTTPException(status, detail | {"param": param or None, "code": code or None})
 
 
 def as_json(content: Any, status: int = 200) -> Response:
@@ -149,9 +157,9 @@ def as_error(_: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         name = str((*first["loc"], "")[1])
-        error = refusal(400, f"{name or 'the request'}: {first['msg']}", name or None)
+        error = refusal(400, f"{name or 'the request'}: {first['msg']}", name)
     elif not isinstance(error, StarletteError):
-        error = refusal(400, str(error))
+        error = refusal(400 if isinstance(error, UserError) else 500, str(error))
     elif not isinstance(error.detail, dict):
         error = refusal(error.status_code, error.detail)
     return as_json({"error": error.detail}, error.status_code)
@@ -179,7 +187,7 @@ class Server:
 
     def app(self) -> FastAPI:
         """Returns the interface."""
-        kinds: tuple[Any, ...] = (StarletteError, RequestValidationError, UserError)
+        kinds: tuple[Any, ...] = (StarletteError, RequestValidationError, UserError, Exception)
         app = FastAPI(
             openapi_url=None, max_body_size=LONGEST_BODY,
             exception_handlers=dict.fromkeys(kinds, as_error),
@@ -237,14 +245,9 @@ class Server:
         except BusyError as error:
             raise refusal(429, str(error), code="busy") from error
         pieces = _pieces(events, jobs, asyncio.create_task(_watch(request, jobs)))
-        kind, prefix = (
-            ("chat.completion", "chatcmpl")
-            if isinstance(asked, Chat)
-            else ("text_completion", "cmpl")
-        )
         about = {
-            "id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model,
-            "object": kind + ".chunk" * (asked.stream and isinstance(asked, Chat)),
+            "id": uuid.uuid4().hex, "created": int(time.time()), "model": asked.model,
+            "object": asked.kind + ".chunk" * (asked.stream and isinstance(asked, Chat)),
         }  # fmt: skip
         if asked.stream:
             lines = self._events(asked, about, jobs, pieces)
@@ -257,27 +260,24 @@ class Server:
 
     def _jobs(self, asked: Completion | Chat, put: Callable[..., None]) -> list[Job]:
         """Encodes the prompts of a request; `n` texts of the first come first."""
-        prompts, config = asked.prompts(self.tokenizer, self.template), self.engine.model.config
+        prompts, config, jobs = asked.prompts(self), self.engine.model.config, []
         if not 1 <= len(prompts) * asked.n <= MOST:
             raise refusal(400, f"expected 1 to {MOST} texts in all", "n")
-        most, top, chat, jobs = asked.max_tokens, asked.logprobs, isinstance(asked, Chat), []
-        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
-        if isinstance(asked, Chat):
-            most = asked.max_completion_tokens or most or config.context
-            top = asked.top_logprobs if asked.logprobs else None
-            stop = [*stop, self.end_of_turn]
+        options = {name: getattr(asked, name) for name in DRAWING} | asked.options(self)
+        most = options.pop("max_new_tokens") or config.context
         for ids in (ids for ids in prompts for _ in range(asked.n)):
             check_tokens(ids[None], config)
             room = config.context + 1 - len(ids)
             if room < 1:
                 said = f"the prompt has {len(ids):,} tokens: expected at most {config.context:,}"
                 raise refusal(400, said, "prompt", "context_length_exceeded")
-            text = Continuation(
-                self.tokenizer, ids, max_new_tokens=min(most, room), stop=stop, logprobs=top,
-                strip=chat, **asked.options(len(jobs)),
-            )  # fmt: skip
-            ends = time.monotonic() + self.seconds
-            jobs.append(Job(ids, text, partial(put, len(jobs)), ends))
+            generator = torch.Generator()
+            generator.seed() if asked.seed is None else generator.manual_seed(
+                asked.seed + len(jobs)
+            )
+            options |= {"max_new_tokens": min(most, room), "generator": generator}
+            text = Continuation(self.tokenizer, ids, **options)
+            jobs.append(Job(ids, text, partial(put, len(jobs)), time.monotonic() + self.seconds))
         return jobs
 
     async def _events(

@@ -23,18 +23,17 @@ class BusyError(Exception):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A text to continue, within the context."""
+    """A text to continue, which fits into the context."""
 
     prompt: Tensor
     """(T,) int64 on the CPU."""
     text: Continuation
     put: Callable[[Piece | Exception], None]
-    """Called in the engine's thread, must not fail: with each piece, or the error that ends it, a
-    `TimeoutError`, a `ConnectionAbortedError` if it was given up, or a bug's."""
+    """Called in the engine's thread with each piece, or the error that ends it; never fails."""
     deadline: float
     """Time by `time.monotonic` at which it is ended."""
     abandoned: bool = False
-    """Set by whoever waits, in any thread, to free its slot before the next token."""
+    """Set in any thread to free its slot before the next token."""
     length: int = 0
     """Number of tokens in the cache."""
 
@@ -46,32 +45,28 @@ class Job:
 
 
 class Engine:
-    """Continues texts in one batch.
+    """Continues texts in one batch, in a thread of its own.
 
-    Before each step one waiting text enters a free slot, and its prompt is computed; then all texts
+    Before each step a waiting text enters a free slot, and its prompt is computed; then all texts
     get a token. Rows in use are the first ones: the last one moves to where a text has left.
 
     Args:
         slots: number of texts in the batch.
-        queue: number of texts that may wait.
+        queue: number of further texts that may wait.
         exact: each text gets the bits that it would get alone (`kernels.batch_invariant`).
         autocast: makes the context in which the model runs.
     """
 
     def __init__(
-        self,
-        model: GPT,
-        *,
-        slots: int = 16,
-        queue: int = 128,
-        exact: bool = False,
+        self, model: GPT, *, slots: int = 16, queue: int = 128, exact: bool = False,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.slots, self.queue = model, slots, queue
-        self.exact, self.autocast = exact, autocast
         self.running, self.waiting = list[Job](), deque[Job]()
         self._changed, self._closed = threading.Condition(), False
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        with autocast(), torch.no_grad():
+            self._allocate()
+        self._thread = threading.Thread(target=self._run, args=(exact, autocast), daemon=True)
         self._thread.start()
 
     def submit(self, jobs: list[Job]) -> None:
@@ -89,14 +84,13 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
-    def _run(self) -> None:
-        with batch_invariant(self.exact), self.autocast(), torch.no_grad():
-            self._allocate()
+    def _run(self, exact: bool, autocast: Callable[[], AbstractContextManager]) -> None:
+        with batch_invariant(exact), autocast(), torch.no_grad():
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed or self.running or self.waiting)
-                    if self._closed:
-                        break
+                if self._closed:
+                    break
                 try:
                     self._step()
                 except Exception as error:  # a bug, or no memory: other texts may do better
@@ -113,9 +107,8 @@ class Engine:
         one = Cache(self.model.config, 1, self.model.config.context, self.device)
         self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=one)
         self.documents = one.documents.repeat(self.slots, 1)
-        self.layers = [
-            [x.repeat(self.slots, 1, 1, 1) for x in layer.keys_values or ()] for layer in one.layers
-        ]
+        kept = (layer.keys_values or () for layer in one.layers)
+        self.layers = [[x.repeat(self.slots, 1, 1, 1) for x in layer] for layer in kept]
 
     def _rows(self, first: int, lengths: list[int]) -> Cache:
         """Returns the rows from `first` on, whose texts have these lengths, as a cache."""
@@ -133,22 +126,21 @@ class Engine:
                 if error:
                     self.waiting.remove(job)
                     job.put(error)
-            entering = self.waiting and len(self.running) < self.slots and self.waiting.popleft()
+            enters = self.waiting and len(self.running) < self.slots and self.waiting.popleft()
         for row in reversed(range(len(self.running))):
             if error := self.running[row].error():
-                self._leave(row, error)
-        if entering:
-            self.running.append(entering)
-            row = len(self.running) - 1
-            tokens = entering.prompt[None].to(self.device)
+                self.running[row].put(error)
+                self._leave(row)
+        if enters:
+            self.running.append(enters)
+            row, tokens = len(self.running) - 1, enters.prompt[None].to(self.device)
             self._extend(row, self.model(tokens, cache=self._rows(row, [0])))
         if self.running:
             # one shape on a GPU (`Cache.span`), on a CPU no more rows than needed
-            idle = 0 if self.device.type == "cpu" else self.slots - len(self.running)
-            last = [job.text.last for job in self.running] + [0] * idle
-            cache = self._rows(0, [job.length for job in self.running] + [0] * idle)
-            tokens = torch.tensor(last, device=self.device)[:, None]
-            self._extend(0, self.model(tokens, cache=cache)[: len(self.running)])
+            idle = [0] * (0 if self.device.type == "cpu" else self.slots - len(self.running))
+            cache = self._rows(0, [job.length for job in self.running] + idle)
+            last = torch.tensor([job.text.last for job in self.running] + idle, device=self.device)
+            self._extend(0, self.model(last[:, None], cache=cache)[: len(self.running)])
 
     def _extend(self, first: int, logits: Tensor) -> None:
         """Extends the texts from row `first` on by a token each, from logits (B, T, V)."""
@@ -160,10 +152,8 @@ class Engine:
             if piece.finish:
                 self._leave(row)
 
-    def _leave(self, row: int, error: Exception | None = None) -> None:
+    def _leave(self, row: int) -> None:
         """Frees a row, to which the last one moves."""
-        if error:
-            self.running[row].put(error)
         last = self.running.pop()
         if row < len(self.running):
             self.running[row] = last
