@@ -121,7 +121,8 @@ class Continuation:
         """Releases the text but for an end that may become a stop string, or be stripped."""
         end = len(self.text)
         if not finish:
-            begun = (stop[:n] for stop in self.stop for n in range(1, len(stop)))
+            most = end - self.sent  # a stop string that began earlier would have been held back
+            begun = (stop[:n] for stop in self.stop for n in range(1, min(len(stop), most + 1)))
             end -= max((len(part) for part in begun if self.text.endswith(part)), default=0)
         if self.strip:
             end = max(self.sent, len(self.text[:end].rstrip()))

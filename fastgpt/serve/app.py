@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import re
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +17,7 @@ import torch
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException as StarletteError
 from torch import Tensor
@@ -30,6 +31,7 @@ from fastgpt.sampling.text import encode_prompt
 from fastgpt.serve.engine import BusyError, Engine, Job
 from fastgpt.terminal import REPLACEMENT
 
+Id = Annotated[int, Field(ge=0, lt=2**31)]
 LONGEST_BODY = 2**22
 """Bytes of the longest request."""
 MOST = 64
@@ -53,6 +55,12 @@ class Fields(BaseModel):
         return {name: x for name, x in pairs if x is not None} if pairs else given
 
 
+def _several(given: Any) -> Any:
+    """Returns a text, or its ids, as a list of one."""
+    one = isinstance(given, str) or (isinstance(given, list) and isinstance((*given, "")[0], int))
+    return [given] if one else given
+
+
 class StreamOptions(Fields):
     include_usage: bool = False
 
@@ -62,8 +70,8 @@ class Asked(Fields):
 
     model: str
     n: int = Field(1, ge=1, le=MOST)
-    seed: int | None = Field(None, ge=0, lt=2**62)
-    stop: str | Annotated[list[str], Field(max_length=16)] = []
+    seed: int = Field(default_factory=partial(secrets.randbelow, 2**62), ge=0, lt=2**62)
+    stop: Annotated[list[str], BeforeValidator(_several), Field(max_length=16)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     temperature: float = Field(1.0, ge=0, le=100)
@@ -77,29 +85,21 @@ class Asked(Fields):
     presence_penalty: float = Field(0, ge=0, le=0)
     logit_bias: dict[str, float] = Field({}, max_length=0)
 
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
-
-Id = Annotated[int, Field(ge=0, lt=2**31)]
-
 
 class Completion(Asked):
     kind: ClassVar = "text_completion"
-    prompt: str | list[Id] | list[str] | list[list[Id]] = ""
+    prompt: Annotated[
+        list[str | list[Id]], BeforeValidator(_several), Field(min_length=1, max_length=MOST)
+    ] = [""]  # fmt: skip
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
 
     def prompts(self, server: "Server") -> list[Tensor]:
-        several = isinstance(self.prompt, list) and not isinstance((*self.prompt, "")[0], int)
-        return [
-            encode_prompt(x, server.tokenizer) if isinstance(x, str) else torch.tensor(x)
-            for x in (self.prompt if several else [self.prompt])
-        ]
+        ids = (encode_prompt(x, server.tokenizer) if isinstance(x, str) else x for x in self.prompt)
+        return [torch.as_tensor(x) for x in ids]
 
     def options(self, server: "Server") -> dict[str, Any]:
-        return {"max_new_tokens": self.max_tokens, "logprobs": self.logprobs, "stop": self.stops}
+        return {"max_new_tokens": self.max_tokens, "logprobs": self.logprobs, "stop": self.stop}
 
 
 class TextPart(Fields):
@@ -115,7 +115,7 @@ class Message(Fields):
 
 class Chat(Asked):
     kind: ClassVar = "chat.completion"
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=256)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -135,10 +135,8 @@ class Chat(Asked):
 
     def options(self, server: "Server") -> dict[str, Any]:
         top = self.top_logprobs if self.logprobs else None
-        stop, most = [*self.stops, server.end_of_turn], self.max_completion_tokens
-        return {
-            "max_new_tokens": most or self.max_tokens, "logprobs": top, "stop": stop, "strip": True,
-        }  # fmt: skip
+        stop, most = [*self.stop, server.end_of_turn], self.max_completion_tokens or self.max_tokens
+        return {"max_new_tokens": most, "logprobs": top, "stop": stop, "strip": True}
 
 
 def refusal(status: int, message: str, param: str = "", code: str = "") -> HTTPException:
@@ -219,7 +217,7 @@ class Server:
         app.include_router(api)
         return app
 
-    def _admit(self, request: Request) -> None:
+    async def _admit(self, request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         if self.token and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
             raise refusal(401, "expected the header Authorization: Bearer TOKEN")
@@ -261,8 +259,8 @@ class Server:
     def _jobs(self, asked: Completion | Chat, put: Callable[..., None]) -> list[Job]:
         """Encodes the prompts of a request; `n` texts of the first come first."""
         prompts, config, jobs = asked.prompts(self), self.engine.model.config, []
-        if not 1 <= len(prompts) * asked.n <= MOST:
-            raise refusal(400, f"expected 1 to {MOST} texts in all", "n")
+        if len(prompts) * asked.n > MOST:
+            raise refusal(400, f"expected at most {MOST} texts in all", "n")
         options = {name: getattr(asked, name) for name in DRAWING} | asked.options(self)
         most = options.pop("max_new_tokens") or config.context
         for ids in (ids for ids in prompts for _ in range(asked.n)):
@@ -271,11 +269,8 @@ class Server:
             if room < 1:
                 said = f"the prompt has {len(ids):,} tokens: expected at most {config.context:,}"
                 raise refusal(400, said, "prompt", "context_length_exceeded")
-            generator = torch.Generator()
-            generator.seed() if asked.seed is None else generator.manual_seed(
-                asked.seed + len(jobs)
-            )
-            options |= {"max_new_tokens": min(most, room), "generator": generator}
+            options["generator"] = torch.Generator().manual_seed(asked.seed + len(jobs))
+            options["max_new_tokens"] = min(most, room)
             text = Continuation(self.tokenizer, ids, **options)
             jobs.append(Job(ids, text, partial(put, len(jobs)), time.monotonic() + self.seconds))
         return jobs
@@ -302,11 +297,10 @@ class Server:
     def _choice(
         self, asked: Completion | Chat, index: int, piece: Piece, first: bool = False
     ) -> dict[str, Any]:
-        role = {"role": "assistant"} if first or not asked.stream else {}
+        said: dict[str, Any] = {"text": piece.text}
         if isinstance(asked, Chat):
+            role = {"role": "assistant"} if first or not asked.stream else {}
             said = {"delta" if asked.stream else "message": role | {"content": piece.text}}
-        else:
-            said = {"text": piece.text}
         known = asked.logprobs is not None and asked.logprobs is not False
         logprobs = self._logprobs(piece.tokens, isinstance(asked, Chat)) if known else None
         return {"index": index, "finish_reason": piece.finish, "logprobs": logprobs, **said}
@@ -336,8 +330,8 @@ def event(content: dict[str, Any]) -> str:
 def usage(asked: Asked, jobs: list[Job]) -> dict[str, int]:
     prompts = sum(len(job.prompt) for job in jobs[:: asked.n])
     drawn = sum(job.length + 1 - len(job.prompt) for job in jobs)
-    counts = {"prompt_tokens": prompts, "completion_tokens": drawn}
-    return counts | {"total_tokens": prompts + drawn}
+    total = prompts + drawn
+    return {"prompt_tokens": prompts, "completion_tokens": drawn, "total_tokens": total}
 
 
 async def _watch(request: Request, jobs: list[Job]) -> None:

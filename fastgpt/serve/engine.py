@@ -148,9 +148,9 @@ class Engine:
             job = self.running[row]
             job.length += logits.shape[1]
             piece = job.text.add(new)
-            job.put(piece)
             if piece.finish:
                 self._leave(row)
+            job.put(piece)
 
     def _leave(self, row: int) -> None:
         """Frees a row, to which the last one moves."""
