@@ -238,7 +238,7 @@ WRONG = {
     "no model": ({"model": "no"}, "there is no model 'no'"),
     "unknown": ({"echo": True}, "echo: Extra inputs are not permitted"),
     "ids": ({"prompt": [1, 256]}, "from 1 to 256: expected ids of the vocabulary, 0 to 255"),
-    "empty": ({"prompt": []}, "prompt: List should have at least 1 item"),
+    "empty": ({"prompt": []}, "prompt: Value should have at least 1 item"),
     "many": ({"prompt": ["a"] * 9, "n": 9}, "expected at most 64 texts in all"),
     "long": ({"prompt": "a" * 201}, "the prompt has 201 tokens: expected at most 200"),
     "type": ({"max_tokens": True}, "max_tokens: Input should be a valid integer"),
