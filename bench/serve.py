@@ -33,7 +33,7 @@ from fastgpt.terminal import print_text
 BODY = {"model": "run", "prompt": "ROMEO:", "max_tokens": 64, "temperature": 0.8}
 BAD: dict[str, list[Any]] = {
     "model": ["no", 1, []], "prompt": [[], [[]], {}, 5, True, [1, "a"], [999], [-1], "a" * 9999],
-    "max_tokens": [0, -1, "9", 1.5, True, [], 10**400], "n": [0, 65, "1", 1e9, {}],
+    "max_tokens": [0, -1, "9", 1.5, True, []], "n": [0, 65, "1", 1e9, {}, 10**400],
     "temperature": [-1, 101, "hot", [], float("nan"), float("inf")], "top_p": [0, 2, "1", {}],
     "top_k": [0, -3, 1.5], "min_p": [-1, 2], "repetition_penalty": [0, -1, 99],
     "seed": [-1, 2**70, "x", 1.5], "stop": [5, [1], {}, ["a"] * 99], "stream": [1, "yes", {}],
@@ -153,9 +153,11 @@ async def measure(bench: ServeBench, pid: int) -> dict[str, Any]:
     await asyncio.sleep(0.5)
     found["after clients have left"] = await client.health()
     found["MB of memory at the end"] = megabytes()
-    assert {*counts} == {200}, "a client saw an error"
-    assert all(400 <= status < 500 for status in refused), "a malformed request was not refused"
-    assert found["after clients have left"] == {"status": "ok", "running": 0, "waiting": 0}
+    found["all is well"] = (
+        {*counts} == {200}
+        and all(400 <= status < 500 for status in refused)
+        and found["after clients have left"] == {"status": "ok", "running": 0, "waiting": 0}
+    )
     return found
 
 
@@ -179,6 +181,8 @@ def main(argv: list[str]) -> None:
             server.wait()
     for name, value in found.items():
         print_text(f"{name:30} {value}")
+    if not found["all is well"]:
+        raise UserError("the server did not keep what it promises: see above")
 
 
 if __name__ == "__main__":

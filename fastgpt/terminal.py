@@ -40,10 +40,9 @@ def print_text(text: str) -> None:
 
 
 def print_stream(pieces: Iterable[str], *, interruptible: bool = False) -> str:
-    """Prints text to stdout as it comes, and a newline, like `print_text`; returns the text.
+    """Prints text as it comes, as `print_text` does, and returns it.
 
-    Args:
-        interruptible: Ctrl-C ends the text, not the program.
+    Ctrl-C ends the program, or if `interruptible` the text.
     """
     said = held = ""
     try:

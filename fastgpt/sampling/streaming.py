@@ -56,17 +56,10 @@ class Continuation:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Tensor,
-        *,
-        max_new_tokens: int,
-        stop: Sequence[str] = (),
-        logprobs: int | None = None,
-        strip: bool = False,
-        generator: torch.Generator | None = None,
-        **options: Any,
-    ) -> None:
+        self, tokenizer: Tokenizer, prompt: Tensor, *, max_new_tokens: int,
+        stop: Sequence[str] = (), logprobs: int | None = None, strip: bool = False,
+        generator: torch.Generator | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         self.tokenizer, self.left, self.last, self.text = tokenizer, max_new_tokens, -1, ""
         self.stop, self.logprobs, self.strip = [*filter(None, stop)], logprobs, strip
         self.generator, self.drawing = generator, Drawing(**options)

@@ -280,19 +280,23 @@ class Server:
         pieces: AsyncIterator[tuple[int, Piece]],
     ) -> AsyncIterator[str]:  # fmt: skip
         """Yields an answer as server-sent events."""
-        if asked.stream_options.include_usage:
-            about["usage"] = None
+        ends = asked.stream_options.include_usage
+
+        def event(choices: list[dict[str, Any]], counts: dict[str, int] | None = None) -> str:
+            counted = {"usage": counts} if ends else {}
+            return f"data: {json.dumps(about | {'choices': choices} | counted)}\n\n"
+
         try:
             for index in range(len(jobs) * isinstance(asked, Chat)):
-                yield event(about | {"choices": [self._choice(asked, index, Piece("", []), True)]})
+                yield event([self._choice(asked, index, Piece("", []), True)])
             async for index, piece in pieces:
                 if piece.text or piece.finish:
-                    yield event(about | {"choices": [self._choice(asked, index, piece)]})
-            if asked.stream_options.include_usage:
-                yield event(about | {"choices": [], "usage": usage(asked, jobs)})
+                    yield event([self._choice(asked, index, piece)])
+            if ends:
+                yield event([], usage(asked, jobs))
             yield "data: [DONE]\n\n"
         except HTTPException as error:
-            yield event({"error": error.detail})
+            yield f"data: {json.dumps({'error': error.detail})}\n\n"
 
     def _choice(
         self, asked: Completion | Chat, index: int, piece: Piece, first: bool = False
@@ -321,10 +325,6 @@ class Server:
             "top_logprobs": [{x["token"]: x["logprob"] for x in top} for _, top in each],
             "text_offset": [x.offset for x in tokens],
         }
-
-
-def event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content)}\n\n"
 
 
 def usage(asked: Asked, jobs: list[Job]) -> dict[str, int]:
