@@ -92,7 +92,7 @@ class Client:
         return json.loads(lines[-1])
 
 
-def malformed(draw: random.Random) -> tuple[Any, dict[str, str]]:
+def malformed(draw: random.Random) -> tuple[Any, dict[str, Any]]:
     """Returns a request that must be refused, and what differs in its first lines."""
     name = draw.choice([*BAD, "json", "bytes", "path", "method", "type"])
     if name in BAD:

@@ -137,7 +137,7 @@ def main(argv: list[str]) -> None:
         generator = torch.Generator().manual_seed(config.seed)
         with autocast:
             pieces = stream(model, tokenizer, prompts[0], generator=generator, **options)
-            print_stream(chain([tokenizer.decode(prompts[0])], map(str, pieces)))
+            print_stream(chain([tokenizer.decode(prompts[0].numpy())], map(str, pieces)))
         return
     options |= {"count": config.n, "seed": config.seed, "device": on}
     with autocast:

@@ -150,7 +150,7 @@ def as_json(content: Any, status: int = 200) -> Response:
     return Response(json.dumps(content), status, media_type="application/json")
 
 
-def as_error(_: Request, error: Exception) -> Response:
+async def as_error(_: Request, error: Exception) -> Response:
     """Answers an error in OpenAI's form."""
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
@@ -185,10 +185,10 @@ class Server:
 
     def app(self) -> FastAPI:
         """Returns the interface."""
-        kinds: tuple[Any, ...] = (StarletteError, RequestValidationError, UserError, Exception)
+        kinds = (StarletteError, RequestValidationError, UserError, Exception)
+        handlers: dict[Any, Any] = dict.fromkeys(kinds, as_error)
         app = FastAPI(
-            openapi_url=None, max_body_size=LONGEST_BODY,
-            exception_handlers=dict.fromkeys(kinds, as_error),
+            openapi_url=None, max_body_size=LONGEST_BODY, exception_handlers=handlers
         )  # fmt: skip
         api = APIRouter(prefix="/v1", dependencies=[Depends(self._admit)])
 

@@ -126,7 +126,8 @@ class Engine:
                 if error:
                     self.waiting.remove(job)
                     job.put(error)
-            enters = self.waiting and len(self.running) < self.slots and self.waiting.popleft()
+            free = self.waiting and len(self.running) < self.slots
+            enters = self.waiting.popleft() if free else None
         for row in reversed(range(len(self.running))):
             if error := self.running[row].error():
                 self.running[row].put(error)
