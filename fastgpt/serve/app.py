@@ -187,9 +187,7 @@ class Server:
         """Returns the interface."""
         kinds = (StarletteError, RequestValidationError, UserError, Exception)
         handlers: dict[Any, Any] = dict.fromkeys(kinds, as_error)
-        app = FastAPI(
-            openapi_url=None, max_body_size=LONGEST_BODY, exception_handlers=handlers
-        )  # fmt: skip
+        app = FastAPI(openapi_url=None, max_body_size=LONGEST_BODY, exception_handlers=handlers)
         api = APIRouter(prefix="/v1", dependencies=[Depends(self._admit)])
 
         @api.post("/completions")
