@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
     from fastgpt.model.build import build_model as build_model
     from fastgpt.model.generation import generate as generate
     from fastgpt.model.gpt import GPT as GPT
+    from fastgpt.sampling.streaming import stream as stream
     from fastgpt.sampling.text import encode_prompt as encode_prompt
     from fastgpt.sampling.text import sample_text as sample_text
     from fastgpt.train.trainer import Trainer as Trainer
@@ -45,6 +46,7 @@ _MODULES = {
     "generate": "model.generation",
     "load": "convert.source",
     "sample_text": "sampling.text",
+    "stream": "sampling.streaming",
 }
 
 

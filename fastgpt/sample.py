@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,15 +12,16 @@ import tyro
 
 from fastgpt import flags
 from fastgpt.autotune.choose import require_toolchain
-from fastgpt.config.checks import INT64, Range, check_fields
+from fastgpt.config.checks import INT64, SHARE, Range, check_fields
 from fastgpt.config.config import MOST_TOKENS, OpsConfig
 from fastgpt.convert.source import open_model
 from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.sampling.chat import talk, template_of
+from fastgpt.sampling.streaming import stream
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
-from fastgpt.terminal import print_line, print_text
+from fastgpt.terminal import print_line, print_stream, print_text
 
 ONE_OR_MORE = Range(words="1 or more", ge=1)
 
@@ -49,6 +51,14 @@ class SampleConfig:
     top_p: Annotated[float | None, Range(words="a number in (0, 1]", gt=0, le=1)] = None
     """Probability mass to sample from (nucleus sampling). Only the likeliest tokens that together
     reach it are kept; above 0 and at most 1, by default 1."""
+    min_p: Annotated[float | None, SHARE] = None
+    """Least probability of a token to sample, as a share of the likeliest one's; by default 0."""
+    repetition_penalty: Annotated[float, Range(words="a number from 0.1 to 10", ge=0.1, le=10)] = (
+        1.0
+    )
+    """Factor by which tokens that the text already has become less likely; 1 is none."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text before which a sample ends. It may be repeated."""
     seed: Annotated[int, INT64] = 1337
     """Random seed for sampling."""
     exact: bool = False
@@ -106,6 +116,9 @@ def main(argv: list[str]) -> None:
         "temperature": config.temperature,
         "top_k": config.top_k,
         "top_p": config.top_p,
+        "min_p": config.min_p,
+        "repetition_penalty": config.repetition_penalty,
+        "stop": config.stop,
         "exact": config.exact,
     }
     autocast = device.autocast(on, precision)
@@ -120,6 +133,12 @@ def main(argv: list[str]) -> None:
     prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in config.prompt or ("\n",)]
     for prompt in prompts:
         warn_if_cut(prompt, model.config.context, "warning: --prompt", print_line)
+    if len(prompts) * config.n == 1:
+        generator = torch.Generator().manual_seed(config.seed)
+        with autocast:
+            pieces = stream(model, tokenizer, prompts[0], generator=generator, **options)
+            print_stream(chain([tokenizer.decode(prompts[0].numpy())], map(str, pieces)))
+        return
     options |= {"count": config.n, "seed": config.seed, "device": on}
     with autocast:
         texts = sample_text(model, tokenizer, prompts, **options)

@@ -7,6 +7,7 @@ terminal changes its title, its clipboard or the text that it shows.
 import logging
 import re
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -36,6 +37,25 @@ def print_line(line: str) -> None:
 def print_text(text: str) -> None:
     """Prints text to stdout, and a newline; into a pipe or a file, as it is."""
     _write(f"{printable(text) if sys.stdout.isatty() else text}\n", sys.stdout)
+
+
+def print_stream(pieces: Iterable[str], *, interruptible: bool = False) -> str:
+    """Prints text as it comes, as `print_text` does, and returns it.
+
+    Ctrl-C ends the program, or if `interruptible` the text.
+    """
+    said = held = ""
+    try:
+        for piece in pieces:
+            said, held = said + piece, held + piece
+            if not held.endswith("\r"):  # a newline may follow
+                _write(printable(held) if sys.stdout.isatty() else held, sys.stdout)
+                held = ""
+    except KeyboardInterrupt:
+        if not interruptible:
+            raise
+    print_text(held)
+    return said
 
 
 def _write(text: str, to: TextIO) -> None:

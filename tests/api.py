@@ -18,7 +18,7 @@ from tests.processes import ROOT
 PAGE = ROOT / "docs" / "api.md"
 FUNCTIONS = (
     "GPT", "GPT.from_config", "GPT.forward", "GPT.generate", "generate", "load", "build_model",
-    "encode_prompt", "sample_text", "Trainer", "Trainer.fit", "Data", "UserError",
+    "encode_prompt", "sample_text", "stream", "Trainer", "Trainer.fit", "Data", "UserError",
 )  # fmt: skip
 """Public names in the order of the page; each but `Trainer.fit` has an example."""
 SETTINGS = (

@@ -42,7 +42,7 @@ ROOMS = (
     "autotune parallel sampling",
     "checkpoint",
     "convert guards run",
-    "evaluate hf sample",
+    "evaluate hf sample serve",
     "report",
     "train",
     "cli compare",

@@ -1,5 +1,6 @@
 """Text generation: samples one token after another from the model's distribution."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError
 from fastgpt.kernels import batch_invariant, is_batch_invariant
+from fastgpt.model.drawing import Drawing
 from fastgpt.ops.kv_cache import Cache
 
 
@@ -24,7 +26,9 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    generator: torch.Generator | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
     exact: bool = False,
 ) -> Tensor:
     """Continues each row of `tokens`; the model sees the last `context` tokens.
@@ -45,7 +49,11 @@ def generate(
         top_k: number of likeliest tokens to sample from; None: all.
         top_p: sample from the smallest set of tokens that reaches this probability (Holtzman et al.
             2019); None: 1.
-        generator: on the CPU.
+        min_p: sample from tokens with at least this share of the likeliest one's probability.
+        repetition_penalty: factor by which tokens that the text has become less likely (Keskar et
+            al. 2019); 1: none.
+        generator: on the CPU, for all rows; or one for each, whose draws are then the same in any
+            batch.
         exact: compute the same bits for a row alone, in a batch and when it is scored, at some cost
             (`kernels.batch_invariant`). With temperature 0 the tokens are then the same, too.
 
@@ -63,19 +71,50 @@ def generate(
     """
     check_tokens(tokens, model.config)
     vocab_size = vocab_size or model.config.vocab_size
+    assert vocab_size is not None
     B, T = tokens.shape
-    context, device = model.config.context, tokens.device
     filler = 0 if stop_id is None else stop_id
     prompt = torch.full((B,), T) if lengths is None else lengths
     over = torch.arange(T) >= prompt[:, None]
-    tokens = F.pad(tokens.masked_fill(over.to(device), filler), (0, max_new_tokens), value=filler)
-    rows, ended = torch.arange(B, device=device), torch.zeros(B, dtype=torch.bool)
-    prompt = prompt.to(device)
-    room = min(context, T + max_new_tokens)
-    cache = Cache(model.config, B, room, device) if context >= T else None
-    with batch_invariant(exact or is_batch_invariant()):
-        for step in range(max_new_tokens):
-            ends = prompt + step  # (B,), tokens in each row
+    drawing = Drawing(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )  # fmt: skip
+    seen = drawing.seen_in(tokens.cpu(), ~over, vocab_size)
+    tokens = tokens.masked_fill(over.to(tokens.device), filler)
+    tokens = F.pad(tokens, (0, max_new_tokens), value=filler)
+    rows, ended = torch.arange(B), torch.zeros(B, dtype=torch.bool)
+    for step, logits in enumerate(following(model, tokens, prompt, T, exact=exact)):
+        drawn = drawing.draw(logits[:, :vocab_size].float().cpu(), generator, seen)
+        drawn = drawn.masked_fill(ended, filler)
+        tokens[rows, prompt + step] = drawn.to(tokens.device)
+        if seen is not None:
+            seen[rows, drawn] = True
+        if stop_id is not None:
+            ended |= drawn == stop_id
+            if ended.all():
+                break
+    return tokens
+
+
+@torch.no_grad()
+def following(
+    model: Any, tokens: Tensor, prompt: Tensor, longest: int, *, exact: bool = False
+) -> Iterator[Tensor]:
+    """Yields the logits (B, V) after each row's text, which the caller then extends by a token.
+
+    Args:
+        tokens: (B, `longest` + new tokens) int64; the caller writes row i from `prompt[i]` on.
+        prompt: (B,) int64 on the CPU, length of each prompt.
+        longest: length of the longest.
+        exact: as in `generate`.
+    """
+    (B, size), T, context, device = tokens.shape, longest, model.config.context, tokens.device
+    rows, prompt = torch.arange(B, device=device), prompt.to(device)
+    cache = Cache(model.config, B, min(context, size), device) if context >= T else None
+    for step in range(size - T):
+        ends = prompt + step  # (B,), tokens in each row
+        with batch_invariant(exact or is_batch_invariant()):  # not while the caller has the turn
             if cache is None or T + step > context:
                 logits = _of_window(model, tokens[:, : T + step], ends)
             elif step == 0:
@@ -83,19 +122,7 @@ def generate(
                 cache.lengths = prompt
             else:
                 logits = model(tokens[rows, ends - 1][:, None], cache=cache)[:, -1]
-            logits = logits[:, :vocab_size].float().cpu()
-            if temperature == 0:
-                drawn = logits.argmax(-1)
-            else:
-                kept = _nucleus(_top(logits / temperature, top_k), top_p)
-                drawn = torch.multinomial(kept.softmax(-1), 1, generator=generator)[:, 0]
-            drawn = drawn.masked_fill(ended, filler)
-            tokens[rows, ends] = drawn.to(device)
-            if stop_id is not None:
-                ended |= drawn == stop_id
-                if ended.all():
-                    break
-    return tokens
+        yield logits
 
 
 def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
@@ -121,23 +148,3 @@ def _of_window(model: Any, tokens: Tensor, ends: Tensor) -> Tensor:
     window = first[:, None] + torch.arange(min(context, tokens.shape[1]), device=tokens.device)
     seen = tokens.gather(1, window.clamp(max=tokens.shape[1] - 1))
     return model(seen)[torch.arange(len(seen), device=tokens.device), ends - first - 1]
-
-
-def _top(logits: Tensor, k: int | None) -> Tensor:
-    """Sets all but the k largest of each row of logits (B, V) to -inf."""
-    if k is None or k >= logits.shape[-1]:
-        return logits
-    values, ids = logits.topk(k)  # exactly k even with ties, unlike a threshold
-    return torch.full_like(logits, float("-inf")).scatter(-1, ids, values)
-
-
-def _nucleus(logits: Tensor, p: float | None) -> Tensor:
-    """Sets logits (B, V) outside the smallest set of tokens that reaches probability p to -inf."""
-    if p is None or p >= 1:
-        return logits
-    ordered, order = logits.sort(descending=True)
-    probability = ordered.softmax(-1)
-    before = probability.cumsum(-1) - probability
-    rest = before >= p
-    rest[:, 0] = False  # the likeliest token always stays: in fp32 p may be 0
-    return logits.masked_fill(rest.gather(-1, order.argsort(-1)), float("-inf"))

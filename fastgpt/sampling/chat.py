@@ -19,18 +19,16 @@ from fastgpt.data.items import IGNORED, Data
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError, reason
 from fastgpt.files import parse_json
-from fastgpt.model.generation import generate
 from fastgpt.model.gpt import GPT
 from fastgpt.sampling import templating
+from fastgpt.sampling.streaming import Piece, stream
 from fastgpt.sampling.templating import CHATML, Messages
-from fastgpt.terminal import print_text
+from fastgpt.terminal import print_stream
 
-Piece = tuple[str, bool]
+Part = tuple[str, bool]
 """Part of a rendered conversation, and whether the model learns it."""
 Encoded = tuple[np.ndarray, np.ndarray]
 """Ids of a conversation (N,) int64, and which of them are learnt (N,) bool."""
-CHUNK = 16
-"""Tokens to generate between two looks for the end of an answer."""
 
 
 class Template:
@@ -52,7 +50,7 @@ class Template:
             refusal = "cannot be read" if messages is None else "refuses the messages"
             raise UserError(f"the chat template {refusal}: {reason(error)}") from error
 
-    def pieces(self, messages: Messages) -> Iterator[Piece]:
+    def pieces(self, messages: Messages) -> Iterator[Part]:
         """Yields the text of a conversation, cut where answers begin and end.
 
         The last piece asks for an answer, if the last message is not one.
@@ -99,7 +97,7 @@ def template_of(kept: Mapping[str, str]) -> Template | None:
     return Template(text) if isinstance(text, str) else None
 
 
-def encode(tokenizer: Tokenizer, pieces: Iterator[Piece]) -> Encoded:
+def encode(tokenizer: Tokenizer, pieces: Iterator[Part]) -> Encoded:
     """Returns the ids of a conversation, and which of them are learnt.
 
     It begins with the end-of-text token, as every document does. Special tokens of the tokenizer
@@ -223,10 +221,15 @@ def _messages(row: Any) -> Messages:
     return messages
 
 
-def _encoded(messages: Messages, tokenizer: Tokenizer, template: Template, context: int) -> Encoded:
+def refuse_special(tokenizer: Tokenizer, messages: Messages) -> None:
+    """Raises `UserError` if a message has a special token, with which it could end its turn."""
     for name in getattr(tokenizer, "special", {}):
         if any(name in message["content"] for message in messages):
             raise UserError(f"a message contains {name}, a special token")
+
+
+def _encoded(messages: Messages, tokenizer: Tokenizer, template: Template, context: int) -> Encoded:
+    refuse_special(tokenizer, messages)
     ids, learnt = encode(tokenizer, template.pieces(messages))
     if len(ids) > context + 1:
         raise UserError(
@@ -240,19 +243,9 @@ def _encoded(messages: Messages, tokenizer: Tokenizer, template: Template, conte
 
 
 def answer(
-    model: GPT,
-    tokenizer: Tokenizer,
-    template: Template,
-    messages: Messages,
-    *,
-    max_new_tokens: int,
-    **options: Any,
-) -> str:
-    """Returns the model's answer to a conversation.
-
-    Args:
-        model: in evaluation mode.
-        options: others of `fastgpt.generate`.
+    model: GPT, tokenizer: Tokenizer, template: Template, messages: Messages, **options: Any
+) -> Iterator[Piece]:
+    """Yields the model's answer to a conversation piece by piece, as `fastgpt.stream` does.
 
     Raises:
         UserError: the conversation is longer than the context.
@@ -263,24 +256,14 @@ def answer(
             f"the conversation has {len(ids):,} tokens: expected fewer than the model's context,"
             f" {model.config.context:,}"
         )
-    end, eot, said, left = template.end_of_turn(), tokenizer.eot_id, "", max_new_tokens
-    options |= {"vocab_size": tokenizer.vocab_size, "stop_id": eot}
-    tokens = torch.from_numpy(ids)[None].to(next(model.parameters()).device)
-    while left > 0:
-        tokens = generate(model, tokens, max_new_tokens=min(CHUNK, left), **options)
-        left -= CHUNK
-        drawn = tokens[0, len(ids) :].tolist()
-        ended = eot in drawn
-        said = tokenizer.decode(drawn[: drawn.index(eot)] if ended else drawn)
-        if ended or (end and end in said):
-            break
-    return (said.partition(end)[0] if end else said).strip()
+    stop = [template.end_of_turn(), *options.pop("stop", ())]
+    yield from stream(model, tokenizer, torch.from_numpy(ids), stop=stop, strip=True, **options)
 
 
 def talk(model: GPT, tokenizer: Tokenizer, template: Template, **options: Any) -> None:
     """Answers each line of standard input, as one conversation, until it ends.
 
-    When it is longer than the context, its oldest turns are left out.
+    When it is longer than the context, its oldest turns are left out. Ctrl-C ends an answer.
     """
     messages: Messages = []
     for line in filter(str.strip, sys.stdin):
@@ -288,6 +271,6 @@ def talk(model: GPT, tokenizer: Tokenizer, template: Template, **options: Any) -
         context = model.config.context
         while messages[1:] and len(encode(tokenizer, template.pieces(messages))[0]) >= context:
             messages = messages[2:]
-        said = answer(model, tokenizer, template, messages, **options)
+        pieces = answer(model, tokenizer, template, messages, **options)
+        said = print_stream(map(str, pieces), interruptible=True)
         messages.append({"role": "assistant", "content": said})
-        print_text(said)

@@ -50,18 +50,19 @@ def sample_text(
     max_new_tokens: int,
     seed: int,
     count: int = 1,
+    stop: Sequence[str] = (),
     device: str = "cpu",
     **options: Any,
 ) -> list[str]:
     """Samples `count` continuations of each prompt, prompt included, all of them in one batch.
 
-    A text ends before the first end-of-text token that was sampled.
+    A text ends before the first end-of-text token or `stop` string that was sampled.
 
     Args:
         model: in evaluation mode.
         prompts: each (T,) int64, T >= 1; lengths may differ.
         count: number of texts per prompt; the first prompt's texts come first.
-        options: others of `fastgpt.generate`: temperature, top_k, top_p.
+        options: others of `fastgpt.generate`: temperature, top_k, ....
 
     >>> model, tokenizer = fastgpt.load("runs/mine")
     >>> prompts = [fastgpt.encode_prompt("To be", tokenizer)]
@@ -87,5 +88,7 @@ def sample_text(
         begin, end = len(prompt), len(prompt) + max_new_tokens
         if eot in row[begin:end]:
             end = row.index(eot, begin)
-        texts.append(tokenizer.decode(row[:end]))
+        text, begin = tokenizer.decode(row[:end]), len(tokenizer.decode(row[:begin]))
+        found = (text.find(each, begin) for each in filter(None, stop))
+        texts.append(text[: min((i for i in found if i >= 0), default=None)])
     return texts

@@ -98,6 +98,9 @@ def test_temperature_divides_the_logits():
         ({"top_p": 0.71}, [1, 2, 3]),
         ({"top_p": 1.0}, [0, 1, 2, 3]),
         ({"top_k": 3, "top_p": 0.7}, [1, 3]),  # of the three's own probability
+        ({"min_p": 0.3}, [1, 2, 3]),  # of the likeliest one's 0.4
+        ({"min_p": 0.7}, [1, 3]),
+        ({"min_p": 1.0}, [1]),
         ({"vocab_size": 3}, [0, 1, 2]),
         ({"vocab_size": 3, "top_k": 1}, [1]),
         ({"vocab_size": 1}, [0]),
@@ -109,6 +112,54 @@ def test_only_these_tokens_are_drawn(options, kept):
     assert shares.nonzero().flatten().tolist() == kept
     probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])[kept]
     torch.testing.assert_close(shares[kept], probabilities / probabilities.sum(), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(("logit", "less"), [(2.0, 1.0), (-1.0, -2.0)])
+def test_the_penalty_makes_tokens_of_the_text_less_likely(logit, less):
+    """Padding is no part of the text, and tokens that were drawn are."""
+    model, tokens = Bigram([[logit, 1.5, -9.0]] * 3), torch.tensor([[0, 1]] * 2000)
+    options = {"max_new_tokens": 1, "repetition_penalty": 2.0, "lengths": torch.ones(2000).long()}
+    share = (generate(model, tokens, **options)[:, 1] == 0).float().mean()
+    expected = torch.tensor([less, 1.5, -9.0]).softmax(0)[0]
+    torch.testing.assert_close(share, expected, atol=0.05, rtol=0)
+    options = {"max_new_tokens": 3, "repetition_penalty": 9.0, "temperature": 0}
+    model = Bigram([[2.0, 1.9, 1.8]] * 3)
+    assert generate(model, tokens[:1, :1], **options).tolist() == [[0, 1, 2, 0]]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 7}, {"top_p": 0.8}, {"stop_id": 4}], ids=str)
+@torch.no_grad()
+def test_draws_are_those_of_multinomial_over_all_rows(options):
+    """Seeds keep their texts from version to version."""
+    model = sharp_model()
+    got = generate(
+        model, PADDED[:1], max_new_tokens=30, vocab_size=30, temperature=0.9, **options,
+        generator=torch.Generator().manual_seed(3),
+    )  # fmt: skip
+    generator, row = torch.Generator().manual_seed(3), PADDED[0].tolist()
+    while len(row) < 35 and (len(row) == 5 or row[-1] != options.get("stop_id")):
+        logits = model(torch.tensor([row[-16:]]))[0, -1] / 0.9
+        order = logits.argsort(descending=True)
+        before = logits.softmax(-1)[order].cumsum(0) - logits.softmax(-1)[order]
+        logits[order[options.get("top_k", 30) :]] = float("-inf")
+        logits[order[before >= options.get("top_p", 1)]] = float("-inf")
+        row.append(int(torch.multinomial(logits.softmax(-1)[None], 1, generator=generator)))
+    assert got[0, : len(row)].tolist() == row
+
+
+def test_a_row_with_a_generator_of_its_own_is_the_same_in_any_batch():
+    model = sharp_model()
+
+    def drawn(*rows: int) -> list[list[int]]:
+        options = {"max_new_tokens": 9, "exact": True, "temperature": 2.0}
+        generators = [torch.Generator().manual_seed(row) for row in rows]
+        lengths = torch.tensor([len(PROMPTS[row]) for row in rows])
+        batch = PADDED[list(rows)]
+        got = generate(model, batch, generator=generators, lengths=lengths, **options).tolist()
+        return [row[int(n) : n + 9] for row, n in zip(got, lengths)]
+
+    together = drawn(0, 1, 2)
+    assert [drawn(row)[0] for row in range(3)] == together == drawn(2, 0, 1)[1:] + drawn(2)
 
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.5}], ids=str)

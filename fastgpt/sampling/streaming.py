@@ -1,0 +1,161 @@
+"""Text that appears while it is generated."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
+from torch import Tensor
+
+from fastgpt.data.tokenizers import Tokenizer
+from fastgpt.model.drawing import Drawing
+from fastgpt.model.generation import check_tokens, following
+from fastgpt.model.gpt import GPT
+from fastgpt.sampling.text import encode_prompt
+from fastgpt.terminal import REPLACEMENT
+
+UNFINISHED = 3
+"""Most tokens, and replacement characters in their place, that may yet become one character."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token that was drawn."""
+
+    id: int
+    offset: int
+    """Index of its first character in the continuation."""
+    logprob: float | None
+    """Natural logarithm of its probability before temperature and other options."""
+    top: list[tuple[int, float]]
+    """The likeliest ids and their log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a continuation; `str` gives its text."""
+
+    text: str
+    tokens: list[Token]
+    """Tokens whose text begins in the piece; in the last one also those without text."""
+    finish: Literal["stop", "length"] | None = None
+    """Why it is the last piece: end of text or stop string, or number of tokens."""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, later: "Piece") -> "Piece":
+        return Piece(self.text + later.text, self.tokens + later.tokens, later.finish)
+
+
+class Continuation:
+    """Continuation of one prompt (T,), which logits extend by a token each, decoded as it grows.
+
+    The arguments are those of `stream`; with `strip` without white space at both ends.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Tensor, *, max_new_tokens: int,
+        stop: Sequence[str] = (), logprobs: int | None = None, strip: bool = False,
+        generator: torch.Generator | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.left, self.last, self.text = tokenizer, max_new_tokens, -1, ""
+        self.stop, self.logprobs, self.strip = [*filter(None, stop)], logprobs, strip
+        self.generator, self.drawing = generator, Drawing(**options)
+        counts = torch.ones_like(prompt[None], dtype=torch.bool)
+        self.seen = self.drawing.seen_in(prompt[None], counts, tokenizer.vocab_size)
+        # the newest ids: first the context, a text that is complete
+        self.ids, self.context = prompt.tolist(), len(prompt)
+        self.decoded = len(tokenizer.decode(self.ids))
+        self.sent, self.pending = 0, list[Token]()
+
+    def add(self, logits: Tensor) -> Piece:
+        """Draws a token from logits (V,), and returns the text that has become certain."""
+        logits = logits[None, : self.tokenizer.vocab_size].float().cpu()
+        self.last = int(self.drawing.draw(logits, self.generator, self.seen))
+        self.left -= 1
+        if self.seen is not None:
+            self.seen[0, self.last] = True
+        ended = self.last == self.tokenizer.eot_id
+        if not ended:
+            self.pending.append(Token(self.last, len(self.text), *self._scores(logits[0])))
+            self.ids.append(self.last)
+        self._decode(last=ended or not self.left)
+        found = [i for i in (self.text.find(stop, self.sent) for stop in self.stop) if i >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.pending = [token for token in self.pending if token.offset < min(found)]
+        return self._piece("stop" if found or ended else None if self.left else "length")
+
+    def _scores(self, logits: Tensor) -> tuple[float | None, list[tuple[int, float]]]:
+        if self.logprobs is None:
+            return None, []
+        scores = logits.log_softmax(-1)
+        values, ids = scores.topk(min(self.logprobs, len(scores)))
+        return float(scores[self.last]), [*zip(ids.tolist(), values.tolist())]
+
+    def _decode(self, last: bool) -> None:
+        """Adds the text of the newest id, unless it is the last without half a character."""
+        text = self.tokenizer.decode(self.ids)
+        broken = 0 if last else len(text) - len(text.rstrip(REPLACEMENT))
+        # few bytes hold back all that is new, as some decoders replace bytes before them as well
+        few = len(self.ids) - self.context <= UNFINISHED
+        broken = broken and (len(text) - self.decoded if few else min(UNFINISHED, broken))
+        new = text[self.decoded : len(text) - broken]
+        self.text, self.decoded = self.text + new, self.decoded + len(new)
+        if new and not broken:
+            self.ids = self.ids[self.context :]
+            self.context, self.decoded = len(self.ids), len(self.tokenizer.decode(self.ids))
+        if self.strip and not self.sent:
+            self.text = self.text.lstrip()
+
+    def _piece(self, finish: Literal["stop", "length"] | None) -> Piece:
+        """Releases the text but for an end that may become a stop string, or be stripped."""
+        end = len(self.text)
+        if not finish:
+            most = end - self.sent  # a stop string that began earlier would have been held back
+            begun = (stop[:n] for stop in self.stop for n in range(1, min(len(stop), most + 1)))
+            end -= max((len(part) for part in begun if self.text.endswith(part)), default=0)
+        if self.strip:
+            end = max(self.sent, len(self.text[:end].rstrip()))
+        ready = [token for token in self.pending if finish or token.offset < end]
+        self.pending = self.pending[len(ready) :]
+        text, self.sent = self.text[self.sent : end], end
+        return Piece(text, ready, finish)
+
+
+def stream(
+    model: GPT, tokenizer: Tokenizer, prompt: str | Tensor, *, exact: bool = False, **options: Any
+) -> Iterator[Piece]:
+    """Continues a text, and yields it piece by piece, in whole characters, as it is generated.
+
+    Args:
+        model: in evaluation mode.
+        prompt: text, or its ids (T,) int64.
+        exact: as in `fastgpt.generate`.
+        options: `max_new_tokens`; `stop`, texts before which it ends; `logprobs`, number of
+            likeliest tokens to report; those of `fastgpt.generate` for drawing.
+
+    Yields:
+        Piece: its `str` is the text; `tokens` have ids and log-probabilities.
+
+    Raises:
+        UserError: as `fastgpt.encode_prompt`, or an id is outside of the vocabulary.
+
+    >>> model, tokenizer = fastgpt.load("runs/mine")
+    >>> pieces = fastgpt.stream(model, tokenizer, "To be", max_new_tokens=20, temperature=0.8)
+    >>> text = "".join(str(piece) for piece in pieces)
+    """
+    ids = encode_prompt(prompt, tokenizer) if isinstance(prompt, str) else prompt.cpu()
+    check_tokens(ids[None], model.config)
+    text = Continuation(tokenizer, ids, **options)
+    device = next(model.parameters()).device
+    tokens = F.pad(ids[None], (0, text.left)).to(device)
+    for logits in following(model, tokens, torch.tensor([len(ids)]), len(ids), exact=exact):
+        place = tokens.shape[1] - text.left
+        piece = text.add(logits[0])
+        tokens[0, place] = text.last
+        yield piece
+        if piece.finish:
+            break

@@ -1,0 +1,1 @@
+"""Serving of a model to programs and browsers; needs the extra `serve`."""

@@ -1,0 +1,98 @@
+"""Serves a model: `python -m fastgpt.serve MODEL`, for OpenAI's clients and for browsers."""
+
+import ipaddress
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from fastgpt import flags
+from fastgpt.config.checks import POSITIVE, Range, check_fields
+from fastgpt.convert.source import open_model
+from fastgpt.device import device
+from fastgpt.display import command
+from fastgpt.errors import UserError, run_command
+from fastgpt.sampling.chat import template_of
+from fastgpt.terminal import print_line
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeConfig:
+    """Serves a model over HTTP, with OpenAI's interface and a page for browsers."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """Model to serve: whatever fastgpt.load takes, such as a run or a folder of Hugging Face."""
+    host: str = "127.0.0.1"
+    """Address to listen on. One that other machines can reach needs a token in the environment
+    variable FASTGPT_TOKEN, which clients send as their API key."""
+    port: Annotated[int, Range(words="1 to 65535", ge=1, le=65535)] = 8000
+    """Port to listen on."""
+    slots: Annotated[int, Range(words="1 to 1,024", ge=1, le=1024)] = 16
+    """Number of texts that are generated at once; the cache of each is as long as the context."""
+    queue: Annotated[int, Range(words="64 or more", ge=64)] = 128
+    """Number of further texts that may wait; requests beyond are refused with status 429."""
+    seconds: Annotated[float, POSITIVE] = 600.0
+    """Time after which a request is ended."""
+    exact: bool = False
+    """Computation in which a text does not depend on the others of the batch."""
+    device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = "auto"
+    """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Precision of the matrix products. `auto` uses bf16 where the hardware multiplies it."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        local = self.host == "localhost"
+        with suppress(ValueError):
+            local = local or ipaddress.ip_address(self.host).is_loopback
+        if not local and not os.environ.get("FASTGPT_TOKEN"):
+            raise UserError(
+                f"--host is {self.host}, which other machines can reach: expected a token of your"
+                " choice in the environment variable FASTGPT_TOKEN"
+            )
+
+
+def main(argv: list[str]) -> None:
+    """Runs the command line `argv`."""
+    config = flags.parse(ServeConfig, argv, prog=command("python -m fastgpt.serve"))
+    try:
+        import uvicorn
+
+        from fastgpt.serve.app import Server
+        from fastgpt.serve.engine import Engine
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is missing: install the extra serve (make setup EXTRAS=serve)"
+        ) from error
+    on = device.pick_device(config.device, "--device")
+    precision = device.pick_precision(config.precision, on, "--precision")
+    found = open_model(config.model)
+    if found.tokenizer is None:
+        raise UserError(
+            f"{config.model} has no tokenizer: expected tokenizer.json beside the model"
+        )
+    template = template_of(found.hf_sidecars)
+    engine = Engine(
+        found.build_gpt(on), slots=config.slots, queue=config.queue, exact=config.exact,
+        autocast=partial(device.autocast, on, precision),
+    )  # fmt: skip
+    server = Server(
+        Path(config.model).name, engine, found.tokenizer, template,
+        token=os.environ.get("FASTGPT_TOKEN"), seconds=config.seconds,
+    )  # fmt: skip
+    print_line(f"serving {server.model['id']} at http://{config.host}:{config.port}")
+    try:
+        uvicorn.run(
+            server.app(), host=config.host, port=config.port, log_level="warning",
+            timeout_graceful_shutdown=3,
+        )  # fmt: skip
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,162 @@
+"""Requests that share a batch: one thread steps the model, and texts come and go in between."""
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgpt.kernels import batch_invariant
+from fastgpt.model.gpt import GPT
+from fastgpt.ops.kv_cache import Cache
+from fastgpt.sampling.streaming import Continuation, Piece
+
+
+class BusyError(Exception):
+    """As many texts wait as may."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A text to continue, which fits into the context."""
+
+    prompt: Tensor
+    """(T,) int64 on the CPU."""
+    text: Continuation
+    put: Callable[[Piece | Exception], None]
+    """Called in the engine's thread with each piece, or the error that ends it; never fails."""
+    deadline: float
+    """Time by `time.monotonic` at which it is ended."""
+    abandoned: bool = False
+    """Set in any thread to free its slot before the next token."""
+    length: int = 0
+    """Number of tokens in the cache."""
+
+    def error(self) -> Exception | None:
+        """Returns why it ends before its text does, if it does."""
+        if self.abandoned:
+            return ConnectionAbortedError("nobody waits for the text any more")
+        return TimeoutError("the time is over") if time.monotonic() > self.deadline else None
+
+
+class Engine:
+    """Continues texts in one batch, in a thread of its own.
+
+    Before each step a waiting text enters a free slot, and its prompt is computed; then all texts
+    get a token. Rows in use are the first ones: the last one moves to where a text has left.
+
+    Args:
+        slots: number of texts in the batch.
+        queue: number of further texts that may wait.
+        exact: each text gets the bits that it would get alone (`kernels.batch_invariant`).
+        autocast: makes the context in which the model runs.
+    """
+
+    def __init__(
+        self, model: GPT, *, slots: int = 16, queue: int = 128, exact: bool = False,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:  # fmt: skip
+        self.model, self.slots, self.queue = model, slots, queue
+        self.running, self.waiting = list[Job](), deque[Job]()
+        self._changed, self._closed = threading.Condition(), False
+        with autocast(), torch.no_grad():
+            self._allocate()
+        self._thread = threading.Thread(target=self._run, args=(exact, autocast), daemon=True)
+        self._thread.start()
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Lets texts wait for a slot; raises `BusyError` if too many do."""
+        with self._changed:
+            if len(self.waiting) + len(jobs) > self.queue:
+                raise BusyError(f"{len(self.waiting)} texts wait already: try again later")
+            self.waiting.extend(jobs)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends all texts and the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self, exact: bool, autocast: Callable[[], AbstractContextManager]) -> None:
+        with batch_invariant(exact), autocast(), torch.no_grad():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or self.running or self.waiting)
+                if self._closed:
+                    break
+                try:
+                    self._step()
+                except Exception as error:  # a bug, or no memory: other texts may do better
+                    traceback.print_exc()
+                    for job in self.running:
+                        job.put(error)
+                    self.running.clear()
+        for job in (*self.running, *self.waiting):
+            job.put(ConnectionAbortedError("the server ends"))
+
+    def _allocate(self) -> None:
+        """Allocates the cache of all slots; a first token shows dtypes and shapes."""
+        self.device = next(self.model.parameters()).device
+        one = Cache(self.model.config, 1, self.model.config.context, self.device)
+        self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=one)
+        self.documents = one.documents.repeat(self.slots, 1)
+        kept = (layer.keys_values or () for layer in one.layers)
+        self.layers = [[x.repeat(self.slots, 1, 1, 1) for x in layer] for layer in kept]
+
+    def _rows(self, first: int, lengths: list[int]) -> Cache:
+        """Returns the rows from `first` on, whose texts have these lengths, as a cache."""
+        rows = slice(first, first + len(lengths))
+        cache = Cache(self.model.config, len(lengths), self.model.config.context, self.device)
+        cache.lengths, cache.used = torch.tensor(lengths, device=self.device), max(lengths)
+        cache.documents = self.documents[rows]
+        for layer, kept in zip(cache.layers, self.layers):
+            layer.keys_values = (kept[0][rows], kept[1][rows]) if kept else None
+        return cache
+
+    def _step(self) -> None:
+        with self._changed:
+            for job, error in [(job, job.error()) for job in self.waiting]:
+                if error:
+                    self.waiting.remove(job)
+                    job.put(error)
+            free = self.waiting and len(self.running) < self.slots
+            enters = self.waiting.popleft() if free else None
+        for row in reversed(range(len(self.running))):
+            if error := self.running[row].error():
+                self.running[row].put(error)
+                self._leave(row)
+        if enters:
+            self.running.append(enters)
+            row, tokens = len(self.running) - 1, enters.prompt[None].to(self.device)
+            self._extend(row, self.model(tokens, cache=self._rows(row, [0])))
+        if self.running:
+            # one shape on a GPU (`Cache.span`), on a CPU no more rows than needed
+            idle = [0] * (0 if self.device.type == "cpu" else self.slots - len(self.running))
+            cache = self._rows(0, [job.length for job in self.running] + idle)
+            last = torch.tensor([job.text.last for job in self.running] + idle, device=self.device)
+            self._extend(0, self.model(last[:, None], cache=cache)[: len(self.running)])
+
+    def _extend(self, first: int, logits: Tensor) -> None:
+        """Extends the texts from row `first` on by a token each, from logits (B, T, V)."""
+        for row, new in reversed([*enumerate(logits[:, -1].float().cpu(), first)]):
+            job = self.running[row]
+            job.length += logits.shape[1]
+            piece = job.text.add(new)
+            if piece.finish:
+                self._leave(row)
+            job.put(piece)
+
+    def _leave(self, row: int) -> None:
+        """Frees a row, to which the last one moves."""
+        last = self.running.pop()
+        if row < len(self.running):
+            self.running[row] = last
+            for x in (self.documents, *(x for layer in self.layers for x in layer)):
+                x[row] = x[len(self.running)]
