@@ -30,7 +30,7 @@ def spaced() -> JsonTokenizer:
     made.decoder = steps.Sequence(
         [steps.Replace("\u2581", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
     )
-    return JsonTokenizer(made.to_str(), own=True)
+    return JsonTokenizer(made.to_str())
 
 
 TOKENIZERS = {
