@@ -45,6 +45,7 @@ ROOMS = (
     "evaluate hf sample",
     "train",
     "cli compare",
+    "doctor",
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
 PROJECT = {"tests", "bench", "examples", "train", "fastgpt", "kernels", "simgpu"}
