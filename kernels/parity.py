@@ -13,7 +13,7 @@ implementation that breaks it. bf16 alone hides errors of 1 %: test fp32 as well
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -107,9 +107,7 @@ def outputs_and_gradients(
 
 
 def faults(
-    op: Op,
-    torchs: Op,
-    ref: Op,
+    implementations: Sequence[Op],
     inputs: Mapping[str, Tensor],
     dtype: torch.dtype,
     *,
@@ -118,8 +116,9 @@ def faults(
 ) -> list[str]:
     """Returns the `complaints` about an op for `inputs` cast to a dtype, and random gradients.
 
-    `torchs` is PyTorch's own op, `ref` is the truth when it runs in a wider dtype; an op without a
-    backward has no `gradients`.
+    Args:
+        implementations: ours, PyTorch's own, and the reference, the truth in a wider dtype.
+        gradients: False for an op without a backward.
     """
 
     def draw(_: int, y: Tensor) -> Tensor:
@@ -130,6 +129,6 @@ def faults(
     wide = torch.float64 if dtype is torch.float32 else torch.float32
     got, plain, truth = (
         outputs_and_gradients(f, inputs, of, draw if gradients else None)
-        for f, of in ((op, dtype), (torchs, dtype), (ref, wide))
+        for f, of in zip(implementations, (dtype, dtype, wide), strict=True)
     )
     return complaints(got, plain, truth, dtype, terms)

@@ -153,12 +153,12 @@ class Spec:
         torch.manual_seed(0)
         problem = next(iter(self.problems.values()))
         ours = self.op if torch.device(device).type == "cuda" else self.cpu or self.op
-        op, *others = (self.call(f, problem, device) for f in (ours, self.eager, self.ref))
+        forms = [self.call(f, problem, device) for f in (ours, self.eager, self.ref)]
         inputs = self.inputs(problem, make)
         if self.random is not None:
-            return self.random(inputs, op(*inputs.values()))
+            return self.random(inputs, forms[0](*inputs.values()))
         terms = self.terms(problem)
-        return faults(op, *others, inputs, dtype, gradients=self.differentiable, terms=terms)
+        return faults(forms, inputs, dtype, gradients=self.differentiable, terms=terms)
 
 
 def rows(problem: Problem) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def faults(name: str, sizes: Sizes, on: str) -> list[str]:
     for dtype in {torch.float32, device.DTYPES[sizes.precision]}:
         torch.manual_seed(0)
         trial = make_trial(name, sizes, on, 1, min(sizes.model.context, CHECKED))
-        found += parity.faults(*trial.ops.values(), trial.ref, trial.inputs, dtype)
+        found += parity.faults([*trial.ops.values(), trial.ref], trial.inputs, dtype)
     return found
 
 

@@ -23,7 +23,7 @@ def missing_for_triton() -> str:
     given = os.environ.get("CC")
     if not any(map(shutil.which, ["gcc", "clang"] if given is None else [given])):
         where = "CC, gcc, clang" if given is None else f"CC is {given}"
-        return f"no C compiler was found ({where}): install gcc"
+        return f"no C compiler was found ({where}): install gcc (apt install gcc)"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
     if not header.exists():

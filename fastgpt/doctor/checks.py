@@ -68,7 +68,7 @@ def compiler() -> Found:
     yield (
         found or "C compiler and Python.h",
         (found, WARNING, slow, cure or f"{PIP} triton"),
-        (not has_compiler(), WARNING, no_cpp, "install g++"),
+        (not has_compiler(), WARNING, no_cpp, "apt install g++ (dnf: gcc-c++)"),
     )
 
 
@@ -137,7 +137,8 @@ def gpus() -> Found:
 
     from fastgpt.device import device
 
-    why, cuda, count = device.why_no_cuda(), torch.version.cuda, torch.cuda.device_count()
+    cuda, count = torch.version.cuda, torch.cuda.device_count()
+    why = None if torch.cuda.is_available() else device.why_no_cuda()
     driver = device.DRIVER.read_text("utf-8") if device.DRIVER.exists() else ""
     number = (re.findall(r"\d+\.\d+[.\d]*", driver) or ["unknown"])[0]
     for i in range(0 if why else count):

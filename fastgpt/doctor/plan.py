@@ -131,7 +131,8 @@ def by_part(config: Config, sequences: int, shards: int, gpu: float) -> dict[str
     attention = item * (2 * q + 2 * k + turned * (q + k)) + 4 * H
     masks = sum(C for place in ("residual", "feed_forward") if model.dropout_at(place))
     whole = attention + item * (2 * C + (2 + gated) * F) + stream * 2 * C + masks
-    layer = {"none": whole, "selective": attention + item * 3 * C, "full": stream * 2 * C}
+    some = attention + (item + 2 * stream) * C
+    layer = {"none": whole, "selective": some, "full": (item + stream) * C}
     again = 0.0 if train.recompute == "none" else M * whole
     loss = min(M * V * item, gpu / GPU_SHARE) + V * C * (4 + item) + M * C * item
     loss = M * V * 12.0 if config.ops.loss == "torch" else loss
