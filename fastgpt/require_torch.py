@@ -17,11 +17,11 @@ def require_torch() -> None:
     if find_spec("torch") is None:
         version = ".".join(map(str, sys.version_info[:3]))
         has = f"{sys.executable} (Python {version}) has no torch"
-        sys.exit(f"error: {has}; run {with_torch()}")
+        sys.exit(f"error: {has}; run {repaired()}")
 
 
-def with_torch() -> str:
-    """Returns what to run in place of this command, where its Python has no torch."""
+def repaired() -> str:
+    """Returns what to run in place of this command, where packages are missing or damaged."""
     arguments = getattr(sys, "orig_argv", [sys.executable, *sys.argv])[1:]
     python = min(str(VENV_PYTHON), os.path.relpath(VENV_PYTHON), key=len)
     usable = VENV_PYTHON.exists() and Path(sys.executable) != VENV_PYTHON

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 from fastgpt.doctor.checks import CHECKS, FAILED, OK, PROBLEM, WARNING, Finding, of
 from fastgpt.errors import UserError, counted, run_command, writing
 from fastgpt.files import write_atomically
-from fastgpt.require_torch import require_torch, with_torch
+from fastgpt.require_torch import repaired, require_torch
 from fastgpt.terminal import one_line, print_text
 
 ABOUT = """Checks this machine. With RECIPE, or a file such as run.yaml, checks whether that run
@@ -33,14 +32,11 @@ def of_machine() -> Iterator[Finding]:
     """Runs each check in a process of its own, which a broken library or kernel may end."""
     for name in CHECKS:
         try:
-            if name == "versions" and find_spec("torch") is None:
-                found = [Finding(name, PROBLEM, f"{FAILED}: no torch here", f"run {with_torch()}")]
-            else:
-                with ProcessPoolExecutor(1) as pool:
-                    found = pool.submit(of, name).result()
+            with ProcessPoolExecutor(1) as pool:
+                found = pool.submit(of, name).result()
         except BrokenProcessPool:
             ended = f"{FAILED}: a library ended its process, or memory was full"
-            found = [Finding(name, PROBLEM, ended, "make setup repairs the installation")]
+            found = [Finding(name, PROBLEM, ended, repaired())]
         yield from found
         if name == "versions" and found[0].found.startswith(FAILED):
             return  # the others import torch, too

@@ -17,6 +17,7 @@ from fastgpt.commands import installed
 from fastgpt.device.toolchain import has_compiler, missing_for_triton
 from fastgpt.errors import UserError, brief, counted, is_disk_full, reason
 from fastgpt.files import data_dir, sync
+from fastgpt.require_torch import repaired
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 """States. problem: a run fails or computes wrong values; warning: it may be slow, or is untried."""
@@ -51,8 +52,7 @@ def run(name: str, found: Found) -> list[Finding]:
             state, words, cure = next((x[1:] for x in faults if x[0]), (OK, "", ""))
             findings.append(Finding(name, state, f"{what}{words}", cure))
     except Exception as error:
-        cure = "make setup repairs the installation; else report this as a bug of fastgpt"
-        findings.append(Finding(name, PROBLEM, f"{FAILED}: {brief(error)}", cure))
+        findings.append(Finding(name, PROBLEM, f"{FAILED}: {brief(error)}", repaired()))
     return findings
 
 
@@ -80,9 +80,9 @@ def limits() -> Found:
     if os.name == "posix":
         import resource
 
-        files, infinity = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.RLIM_INFINITY
-        few = files != infinity and files < FILES
-        yield f"{files} open files", (few, WARNING, ": too few for many ranks", "ulimit -n 4096")
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: no limit
+        few = 0 <= files < FILES, WARNING, ": too few for many ranks", "ulimit -n 4096"
+        yield f"{files} open files", few
 
 
 def disk(folder: Path, setting: str) -> Found:

@@ -66,26 +66,26 @@ def of_run(
 
 
 def batch(config: Config, world: World) -> Found:
-    train, least, cure = config.train, config.model.context * world.dp_size, "change this setting"
-    if train.batch_tokens % least:
-        cure = f"--train.batch-tokens {max(1, round(train.batch_tokens / least)) * least}"
-    warned: list[str] = []
+    train, warned, least = config.train, list[str](), config.model.context * world.dp_size
+    least *= min(train.micro_batch, max(1, train.batch_tokens // least))
+    cure = f"--train.batch-tokens {max(1, round(train.batch_tokens / least)) * least}"
     try:
         size = largest_micro_batch(config, world, warned.append)
         parallelize.check_combination(config, train.precision.replace("auto", "bf16"))
     except UserError as error:
-        yield str(error), (True, PROBLEM, "", cure)
+        other = "" if "--train.batch-tokens" in str(error) else "change this setting"
+        yield str(error), (True, PROBLEM, "", other or cure)
         return
     times = config.global_batch // world.dp_size // size
-    slow = warned, WARNING, "".join([": ", *warned]), "--train.batch-tokens, a power of two"
+    slow = warned, WARNING, "".join([": ", *warned]), cure
     yield f"micro-batch {size} x {times} accumulated x {world.dp_size} ranks", slow
 
 
 def memory(config: Config, world: World, gpu: str, size: float) -> Found:
     """Says what a step takes, and which micro-batch fits if this one does not."""
     share, train = max(1, config.global_batch // world.dp_size), config.train
-    share -= share % train.micro_batch if config.global_batch % world.dp_size else 0
-    sizes = [n for n in range(min(train.micro_batch, share), 0, -1) if share % n == 0]
+    odd, most = config.global_batch % world.dp_size, min(train.micro_batch, share)
+    sizes = [n for n in range(most, 0, -1) if odd or share % n == 0]
     sharded = parallelize.shards_weights(config.parallel, world)
     shards = parallelize.group_size(config.parallel, world) if sharded else 1
     parts = by_part(config, sizes[0], shards, size or H100_BYTES)
@@ -93,19 +93,15 @@ def memory(config: Config, world: World, gpu: str, size: float) -> Found:
     fits = [n for n in sizes if sum(by_part(config, n, shards, size).values()) <= free]
     cure = "--train.recompute full, or --parallel.kind fsdp on more GPUs, or a larger GPU"
     cure = f"--train.micro-batch {fits[0]}" if fits else cure
+    itself = WARNING if fits and world.size == 1 else PROBLEM  # a run on one GPU takes less
     listed = ", ".join(f"{part} {n / 2**30:.3g}" for part, n in parts.items())
     more = train.recompute != "none" and train.compile != "off" and 1.5 * peak > free
     yield (
         f"{peak / 2**30:.3g} GiB for {sizes[0]} sequences at a time ({listed})"
         + (f" of {size / 2**30:.3g} on {gpu}" if size else "; --gpu says whether that fits"),
-        (size and peak > size, PROBLEM, ": too much", cure),
+        (size and peak > size, itself, ": too much", cure),
         (size and peak > free, WARNING, ", of which CUDA and its libraries need some", cure),
-        (
-            size and more,
-            WARNING,
-            ": compiled, recomputation was seen to take half as much again",
-            cure,
-        ),
+        (size and more, WARNING, "; compiled it may take half as much again", cure),
     )
 
 
