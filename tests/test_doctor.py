@@ -52,8 +52,8 @@ class Machine:
     def disk(self, total=1e12, free=1e12):
         self.patch(shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=free))
 
-    def nvidia(self, built="13.0", driver=True, gpus=0, free=2**30, error=None, visible="0,1"):
-        self.env("CUDA_VISIBLE_DEVICES", visible)
+    def nvidia(self, built="13.0", driver=True, gpus=0, free=2**30, error=None, hidden=False):
+        self.env("CUDA_VISIBLE_DEVICES", "" if hidden else "0,1")
         self.patch(torch.version, "cuda", built)
         self.patch(device, "DRIVER", self.folder / "version")
         if driver:
@@ -62,7 +62,7 @@ class Machine:
         for name, answer in {**answers, "mem_get_info": (free, 2**30)}.items():
             self.patch(torch.cuda, name, lambda *_, x=answer: x)
         self.patch(torch.cuda, "init", raising(RuntimeError(error)) if error else lambda: None)
-        self.patch(torch.distributed, "is_nccl_available", lambda: free == 2**29)
+        self.patch(torch.distributed, "is_nccl_available", lambda: built == "with NCCL")
 
     def versions(self, triton, pytorch):
         self.patch(torch, "__version__", pytorch)
@@ -108,7 +108,7 @@ FAULTS = {
         "GPU", "problem", "built without CUDA", "install a CUDA build of torch"),
     "CUDA build without a driver": (lambda m: m.nvidia(driver=False),
         "GPU", "warning", "no NVIDIA driver is loaded", "install the driver"),
-    "hidden GPU": (lambda m: m.nvidia(visible=""),
+    "hidden GPU": (lambda m: m.nvidia(hidden=True),
         "GPU", "warning", "CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES"),
     "GPU in use": (lambda m: m.nvidia(gpus=1, free=2**28),
         "GPU", "warning", "L4, 1.0 GiB, driver 470.82.01: other .* 0.8 GiB", "nvidia-smi"),
@@ -134,9 +134,7 @@ def test_a_fault_is_found_and_its_cure_named(name, monkeypatch, tmp_path):
 
 
 def test_sound_gpus_are_ok(monkeypatch, tmp_path):
-    machine = Machine(monkeypatch, tmp_path)
-    machine.nvidia(gpus=2)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    Machine(monkeypatch, tmp_path).nvidia("with NCCL", gpus=2)
     assert [x.state for x in checks.of("GPU")] == ["ok"] * 3
 
 
@@ -148,9 +146,7 @@ def test_a_check_whose_process_dies_is_a_finding(monkeypatch, capsys):
     assert states == {"python": "ok", "limits": "problem", "compiler": "ok"}
 
 
-@pytest.mark.parametrize(
-    ("options", "found"), [((), "14 of 14 are"), (("-ES",), "No module named 'torch'")]
-)
+@pytest.mark.parametrize(("options", "found"), [((), "14 of 14"), (("-ES",), "No module named")])
 def test_it_runs_with_and_without_torch(options, found, tmp_path):
     out = tmp_path / "found.json"
     given = {"FASTGPT_DATA": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": None}
