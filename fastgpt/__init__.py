@@ -10,7 +10,8 @@ __version__ = "0.2.0"
 if not Path(__file__).with_name("kernels").is_dir():  # checked out without symbolic links
     __path__.append(str(Path(__file__).parents[1]))  # where kernels/ itself is
 
-if sys.argv[:1] == ["-m"]:  # a module of this package, or of bench, is about to run as a command
+# a module of this package, or of bench, is about to run as a command; doctor says what is missing
+if sys.argv[:1] == ["-m"] and "fastgpt.doctor" not in sys.orig_argv:
     from fastgpt.require_torch import require_torch
 
     require_torch()

@@ -14,12 +14,16 @@ STARTED = os.getpid(), os.getppid()
 
 def require_torch() -> None:
     """Exits with one line that names this Python, and the one to use, if torch is missing."""
-    if find_spec("torch") is not None:
-        return
+    if find_spec("torch") is None:
+        version = ".".join(map(str, sys.version_info[:3]))
+        has = f"{sys.executable} (Python {version}) has no torch"
+        sys.exit(f"error: {has}; run {repaired()}")
+
+
+def repaired() -> str:
+    """Returns what to run in place of this command, where packages are missing or damaged."""
     arguments = getattr(sys, "orig_argv", [sys.executable, *sys.argv])[1:]
     python = min(str(VENV_PYTHON), os.path.relpath(VENV_PYTHON), key=len)
-    command = shlex.join([python, *arguments])
     usable = VENV_PYTHON.exists() and Path(sys.executable) != VENV_PYTHON
     first = "" if usable else f"`make setup` in {ROOT}, then "
-    version = ".".join(map(str, sys.version_info[:3]))
-    sys.exit(f"error: {sys.executable} (Python {version}) has no torch; run {first}{command}")
+    return first + shlex.join([python, *arguments])

@@ -13,7 +13,7 @@ implementation that breaks it. bf16 alone hides errors of 1 %: test fp32 as well
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -104,3 +104,31 @@ def outputs_and_gradients(
     gradients = torch.autograd.grad(outputs, list(wanted.values()), upstream)
     of_inputs = zip(wanted, gradients, strict=True)
     return named | {f"gradient of {name}": dx for name, dx in of_inputs}
+
+
+def faults(
+    implementations: Sequence[Op],
+    inputs: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    gradients: bool = True,
+    terms: int = TERMS,
+) -> list[str]:
+    """Returns the `complaints` about an op for `inputs` cast to a dtype, and random gradients.
+
+    Args:
+        implementations: ours, PyTorch's own, and the reference, the truth in a wider dtype.
+        gradients: False for an op without a backward.
+    """
+
+    def draw(_: int, y: Tensor) -> Tensor:
+        # the same output gradient for all three, whatever their dtypes
+        return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
+
+    inputs = {k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}
+    wide = torch.float64 if dtype is torch.float32 else torch.float32
+    got, plain, truth = (
+        outputs_and_gradients(f, inputs, of, draw if gradients else None)
+        for f, of in zip(implementations, (dtype, dtype, wide), strict=True)
+    )
+    return complaints(got, plain, truth, dtype, terms)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .parity import TERMS
+from .parity import TERMS, faults
 from .proof.compile import Case
 
 Problem = Mapping[str, Any]
@@ -143,6 +143,22 @@ class Spec:
             return f(*tensors, **options, **more)
 
         return bound
+
+    def faults(self, device: torch.device | str, dtype: torch.dtype) -> list[str]:
+        """Checks the first problem on a device by the rule of `parity`; returns what is wrong."""
+
+        def make(*sizes: int, below: int = 0) -> Tensor:
+            return (torch.randint(below, sizes) if below else torch.randn(sizes)).to(device)
+
+        torch.manual_seed(0)
+        problem = next(iter(self.problems.values()))
+        ours = self.op if torch.device(device).type == "cuda" else self.cpu or self.op
+        forms = [self.call(f, problem, device) for f in (ours, self.eager, self.ref)]
+        inputs = self.inputs(problem, make)
+        if self.random is not None:
+            return self.random(inputs, forms[0](*inputs.values()))
+        terms = self.terms(problem)
+        return faults(forms, inputs, dtype, gradients=self.differentiable, terms=terms)
 
 
 def rows(problem: Problem) -> tuple[int, ...]:

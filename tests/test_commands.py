@@ -61,6 +61,7 @@ SHORTER = [
     (r"chats.jsonl.*", r"\g<0> --model.context 96 --train.batch-tokens 192"),
     (r"--tokens \d+", "--tokens 2"),
     (r"fastgpt\.sample RUN", f"fastgpt.sample {RUN}"),
+    (r"(fastgpt\.doctor) gpt2-1558m .*$", r"\1 gpt2-1558m --gpu h100"),
     (r"(fastgpt\.compare) \S+ \S+(.*)$", rf"\1 {RUN} {RUN}\2 --steps 1"),
     (r"runs/wider\b", RUN),
     (r"^python -m kernels\.aot( --static)?$", r"\g<0> --only _norm_sum"),
@@ -89,6 +90,7 @@ LAST = {
     r"(python train.py|torchrun|make train)(?!.* (--help|--print|-m ))": "to train longer: ",
     r"python -m fastgpt.prepare": "wrote .*/data/",
     r"python -m fastgpt.evaluate": r"mybook.txt +bits_per_byte +\d",
+    r"python -m fastgpt.doctor": "0 problems, ",
     r"python -m fastgpt.compare": "no(thing that decides the result| tensor) differs",
     r"python -m fastgpt.report": r"wrote .*\.html",
     r"make bench( |$)|python -m bench.report": r"\S+\.(jsonl|md)$",  # a record or a page

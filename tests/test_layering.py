@@ -46,6 +46,7 @@ ROOMS = (
     "report",
     "train",
     "cli compare",
+    "doctor",
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
 PROJECT = {"tests", "bench", "examples", "train", "fastgpt", "kernels", "simgpu"}

@@ -66,22 +66,11 @@ def judge(name: str, sizes: Sizes, on: str) -> Verdict:
 
 def faults(name: str, sizes: Sizes, on: str) -> list[str]:
     """Checks our implementation in fp32 and in the run's precision; returns the errors found."""
-
-    def draw(_: int, y: Tensor) -> Tensor:
-        # the same output gradient for all three, whatever their dtypes
-        return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
-
     found = []
     for dtype in {torch.float32, device.DTYPES[sizes.precision]}:
         torch.manual_seed(0)
         trial = make_trial(name, sizes, on, 1, min(sizes.model.context, CHECKED))
-        inputs = {k: x.to(dtype) if x.is_floating_point() else x for k, x in trial.inputs.items()}
-        wide = torch.float64 if dtype is torch.float32 else torch.float32
-        got, torchs, truth = (
-            parity.outputs_and_gradients(op, inputs, of, draw)
-            for op, of in zip((*trial.ops.values(), trial.ref), (dtype, dtype, wide), strict=True)
-        )
-        found += parity.complaints(got, torchs, truth, dtype)
+        found += parity.faults([*trial.ops.values(), trial.ref], trial.inputs, dtype)
     return found
 
 

@@ -5,7 +5,6 @@ DIR is a prepared directory, or a folder of token shards that another program wr
 
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +13,8 @@ import tyro
 
 from fastgpt import flags
 from fastgpt.data.corpus import SPLITS, Corpus, open_shards
-from fastgpt.data.verify import check_shard
+from fastgpt.data.verify import check_all
 from fastgpt.errors import UserError, counted, shown_in_one_line
-from fastgpt.files import cores
 from fastgpt.terminal import print_text
 
 
@@ -45,9 +43,8 @@ def main(argv: list[str] | None = None) -> None:
         corpus = open_shards(path, tokenizer=arguments.tokenizer)
         print_text("\n".join(overview(corpus)))
         if arguments.verify:
-            shards, size = corpus.shards(), corpus.tokenizer.vocab_size
-            with ThreadPoolExecutor(cores()) as pool:
-                list(pool.map(lambda path: check_shard(path, shards[path], size), shards))
+            shards = corpus.shards()
+            check_all(shards, corpus.tokenizer.vocab_size)
             what = "sha256 and ids" if corpus.manifest else "ids"
             print_text(f"verified: {what} of {counted(len(shards), 'shard')}")
 

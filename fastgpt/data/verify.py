@@ -46,6 +46,12 @@ def check_shard(path: Path, sha256: str | None, vocab_size: int) -> None:
         )
 
 
+def check_all(shards: dict[Path, str | None], vocab_size: int) -> None:
+    """Runs `check_shard` on all shards, of which each has the sha256 recorded for it, or None."""
+    with ThreadPoolExecutor(cores()) as pool:
+        list(pool.map(lambda path: check_shard(path, shards[path], vocab_size), shards))
+
+
 def check_once(shards: dict[Path, str | None], vocab_size: int) -> None:
     """Runs `check_shard` on the shards that have not passed it unchanged with this vocabulary."""
     passed = {x: _cached("checked", [x], (sha256, vocab_size)) for x, sha256 in shards.items()}

@@ -1,11 +1,8 @@
 """Kinds of devices and what each can do; precision, compilers and peak speed of this machine."""
 
-import importlib.util
 import os
 import platform
 import re
-import shutil
-import sysconfig
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -15,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from fastgpt.device.toolchain import has_compiler, missing_for_triton
 from fastgpt.errors import UserError, counted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -183,31 +181,6 @@ def autocast(device: str, precision: str) -> AbstractContextManager:
 
 
 # --- compilers ------------------------------------------------------------------------------------
-
-
-def has_compiler() -> bool:
-    """Returns True if torch.compile finds a C++ compiler."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
-
-
-def missing_for_triton() -> str:
-    """Names what Triton's kernels lack to run here; empty if nothing.
-
-    Triton builds their launchers in C when they first run, and looks for the compiler and for
-    Python.h where this function does (triton/runtime/build.py).
-    """
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (it is not made for Windows)"
-    given = os.environ.get("CC")
-    if not any(map(shutil.which, ["gcc", "clang"] if given is None else [given])):
-        where = "CC, gcc, clang" if given is None else f"CC is {given}"
-        return f"no C compiler was found ({where}): install gcc"
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
-    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
-    if not header.exists():
-        python = f"python{sysconfig.get_python_version()}"
-        return f"{header} is missing: install it (apt install {python}-dev, dnf: {python}-devel)"
-    return ""
 
 
 def pick_compile(asked: str, device: str, ranks: int = 1) -> tuple[bool, str]:

@@ -14,6 +14,7 @@ from fastgpt.compare import __main__ as compare
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert import __main__ as convert
 from fastgpt.data import __main__ as data
+from fastgpt.doctor import __main__ as doctor
 from fastgpt.evaluate import __main__ as evaluate
 from fastgpt.serve import __main__ as serve
 from tests.api import field_texts
@@ -25,6 +26,7 @@ COMMANDS = {
     "python -m fastgpt.data": (data.main, "--tokenizer STR"),
     "python -m fastgpt.evaluate": (evaluate.main, "--tasks STR"),
     "python -m fastgpt.compare": (compare.main, "--diverge"),
+    "python -m fastgpt.doctor": (doctor.main, "--gpus "),
     "python -m fastgpt.convert": (convert.main, "--dtype "),
     "python -m fastgpt.serve": (serve.main, "--slots INT"),
 }

@@ -86,7 +86,7 @@ def toolchain(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     include = tmp_path / "include"
     include.mkdir()
-    monkeypatch.setattr(device.sysconfig, "get_paths", lambda _: {"include": str(include)})
+    monkeypatch.setattr("sysconfig.get_paths", lambda _: {"include": str(include)})
 
     def install(*names: str):
         for name in names:

@@ -1,0 +1,1 @@
+"""Command: what is wrong with this machine and how to cure it; whether a run fits a GPU."""

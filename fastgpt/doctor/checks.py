@@ -1,0 +1,217 @@
+"""Checks of this machine. Each yields what it found, and then its possible faults, of which the
+first that holds counts: (does it hold, state, words to add, cure)."""
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastgpt.commands import installed
+from fastgpt.device.toolchain import has_compiler, missing_for_triton
+from fastgpt.errors import UserError, brief, counted, is_disk_full, reason
+from fastgpt.files import data_dir, sync
+from fastgpt.require_torch import repaired
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+"""States. problem: a run fails or computes wrong values; warning: it may be slow, or is untried."""
+SHARED, FILES = 2**30, 1024
+"""Bytes of /dev/shm that NCCL's guide gives a container (`--shm-size=1g`), and open files: a rank
+has up to 128 shards, its libraries and a connection to each other rank."""
+CHECKPOINTS = 5 * 1.5e9
+"""Bytes of checkpoints of GPT-2 124M: three, the best one, and one that is being written."""
+SLOW = 50e6
+"""Bytes per second below which a checkpoint of GPT-2 124M takes over half a minute."""
+FAILED = "the check failed"
+PIP = f"{sys.executable} -m pip install"
+CUDA_BUILD = "install a CUDA build of torch: pytorch.org/get-started"
+Found = Iterator[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found, in one line, and the cure if its state is not ok."""
+
+    check: str
+    state: str
+    found: str
+    cure: str = ""
+
+
+def run(name: str, found: Found) -> list[Finding]:
+    """Returns the findings of a check; an error that it raises is one, too."""
+    findings = []
+    try:
+        for what, *faults in found:
+            state, words, cure = next((x[1:] for x in faults if x[0]), (OK, "", ""))
+            findings.append(Finding(name, state, f"{what}{words}", cure))
+    except Exception as error:
+        findings.append(Finding(name, PROBLEM, f"{FAILED}: {brief(error)}", repaired()))
+    return findings
+
+
+def python() -> Found:
+    old = sys.version_info < (3, 11), PROBLEM, ", which is too old", "install Python 3.11 or newer"
+    yield f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})", old
+
+
+def compiler() -> Found:
+    found, _, cure = missing_for_triton().partition(": ")
+    slow = ": runs use neither our kernels nor torch.compile"
+    no_cpp = ", but no C++ compiler (CXX, g++, clang++): runs do not use torch.compile"
+    yield (
+        found or "C compiler and Python.h",
+        (found, WARNING, slow, cure or f"{PIP} triton"),
+        (not has_compiler(), WARNING, no_cpp, "apt install g++ (dnf: gcc-c++)"),
+    )
+
+
+def limits() -> Found:
+    size = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else SHARED
+    cure = "docker run --shm-size=1g; on Kubernetes an emptyDir of medium Memory at /dev/shm"
+    little = size < SHARED, WARNING, ": too little for NCCL between several GPUs", cure
+    yield f"{size / 2**20:,.0f} MiB of shared memory", little
+    if os.name == "posix":
+        import resource
+
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: no limit
+        few = 0 <= files < FILES, WARNING, ": too few for many ranks", "ulimit -n 4096"
+        yield f"{files} open files", few
+
+
+def disk(folder: Path, setting: str) -> Found:
+    """Checks free space and write speed where `folder` is, or is to be made."""
+    there = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
+    free, space = shutil.disk_usage(there).free, f"free some space, or choose another: {setting}"
+    block, written, start = os.urandom(2**22), 0, time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+            while written < 2**26 and time.perf_counter() < start + 2:
+                written += file.write(block)
+                sync(file)
+    except OSError as error:
+        cure = space if is_disk_full(error) else f"chmod u+w {there}, or choose another: {setting}"
+        yield f"cannot write into {there}: {reason(error)}", (True, PROBLEM, "", cure)
+        return
+    speed = written / (time.perf_counter() - start)
+    need = f": checkpoints of GPT-2 124M take {CHECKPOINTS / 1e9} GB"
+    yield (
+        f"{free / 1e9:,.1f} GB free, written at {speed / 1e6:,.0f} MB/s ({there})",
+        (free < CHECKPOINTS, WARNING, need, space),
+        (speed < SLOW, WARNING, ": checkpoints will be slow", f"choose a faster disk: {setting}"),
+    )
+
+
+def versions() -> Found:
+    """Looks for PyTorch and Triton in the table of the pairs that were run."""
+    import tomllib  # of Python 3.11
+
+    import torch
+
+    table = tomllib.loads((Path(__file__).parents[1] / "versions.toml").read_text("utf-8"))["pair"]
+    pinned, oldest = next(x for x in table if x.get("pinned")), table[0]["torch"]
+    cure = f"{PIP} torch=={pinned['torch']} triton=={pinned['triton']}"
+    triton, have = installed("triton") or "missing", torch.__version__.partition("+")[0]
+    numbers = [[int(x) for x in re.findall(r"\d+", version)] for version in (have, oldest)]
+    known = next((x for x in table if x["torch"] == have), None)
+    asked, suite = (known["triton"], known["ran"]["suite"]) if known else (triton, "passes")
+    other = triton not in (asked, "missing")
+    yield (
+        f"PyTorch {torch.__version__}, Triton {triton}",
+        (numbers[0] < numbers[1], PROBLEM, f": expected PyTorch {oldest} or newer", cure),
+        (not known, WARNING, ": fastgpt was never run with this PyTorch", cure),
+        (other, PROBLEM, f": this PyTorch needs Triton {asked}", f"{PIP} triton=={asked}"),
+        (suite != "passes", WARNING, f": {suite} of fastgpt's tests (docs/versions.md)", cure),
+    )
+
+
+def gpus() -> Found:
+    import torch
+    from torch import distributed
+
+    from fastgpt.device import device
+
+    cuda, count = torch.version.cuda, torch.cuda.device_count()
+    why = None if torch.cuda.is_available() else device.why_no_cuda()
+    driver = device.DRIVER.read_text("utf-8") if device.DRIVER.exists() else ""
+    number = (re.findall(r"\d+\.\d+[.\d]*", driver) or ["unknown"])[0]
+    for i in range(0 if why else count):
+        free, total = torch.cuda.mem_get_info(i)
+        used = f": other programs use {(total - free) / 2**30:.1f} GiB"
+        found = f"{torch.cuda.get_device_name(i)}, {total / 2**30:.1f} GiB, driver {number}"
+        yield found, (free < 0.9 * total, WARNING, used, "end what nvidia-smi shows")
+    if why or not count:
+        cure = "nvidia-smi must work: install the driver; in a container, docker run --gpus all"
+        newer = "install a newer NVIDIA driver, or a build of torch for an older CUDA"
+        cure = CUDA_BUILD if cuda is None else newer if "too old" in (why or "") else cure
+        unused = f"; torch is built for CUDA {cuda}, but no NVIDIA driver is loaded"
+        yield (
+            why or f"none for CUDA: runs use {device.device_name('cpu')}",
+            (why, PROBLEM, "", cure),
+            (cuda and not driver, WARNING, unused, cure),
+            (driver, WARNING, "; CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES"),
+        )
+    there = distributed.is_available() and distributed.is_nccl_available()
+    lack = count > 1 and not there, PROBLEM, f", which {count} GPUs need", CUDA_BUILD
+    yield f"NCCL is {'there' if there else 'not in this torch'}", lack
+
+
+def data() -> Found:
+    """Reads every shard of the prepared directories in the data folder."""
+    from fastgpt.data.corpus import has_shards, open_shards
+    from fastgpt.data.verify import check_all
+
+    where = data_dir()
+    folders = [x for x in sorted(where.iterdir()) if has_shards(x)] if where.is_dir() else []
+    for folder in folders:
+        cure = f"copy {folder} again; or remove it, python -m fastgpt.prepare SOURCE --out {folder}"
+        try:
+            corpus = open_shards(folder, tokenizer="auto")
+            check_all(shards := corpus.shards(), corpus.tokenizer.vocab_size)
+            yield (f"{folder}: {counted(len(shards), 'shard')} as written",)
+        except (UserError, OSError) as error:
+            yield reason(error), (True, PROBLEM, "", cure)
+    if not folders:
+        yield (f"nothing is prepared in {where}",)
+
+
+def ops() -> Found:
+    """Checks the first problem of each op's `Spec`."""
+    import torch
+
+    from fastgpt.device import device
+    from fastgpt.kernels.specs import SPECS
+
+    cuda = torch.cuda.is_available() and device.kind_of("cuda").kernels
+    on, right = "cuda" if cuda and not missing_for_triton() else "cpu", 0
+    cure = "choose another --ops.* for it, such as torch; and report it as a bug of fastgpt"
+    for name, spec in SPECS.items():
+        try:
+            wrong = [x for d in (torch.float32, torch.bfloat16) for x in spec.faults(on, d)]
+        except Exception as error:
+            wrong = [brief(error)]
+        if wrong:
+            yield f"{name} is wrong on {on}: {wrong[0]}", (True, PROBLEM, "", cure)
+        right += not wrong
+    rest = "" if on == "cuda" else "; our Triton kernels need a GPU"
+    yield (f"{right} of {len(SPECS)} are right on {on}, in fp32 and bf16{rest}",)
+
+
+CHECKS = {
+    "python": python, "compiler": compiler, "limits": limits,
+    "disk of runs": partial(disk, Path("runs"), "--run-dir"),
+    "disk of data": lambda: disk(data_dir(), "the variable FASTGPT_DATA"),
+    "versions": versions, "GPU": gpus, "data": data, "ops": ops,
+}  # fmt: skip
+"""By name; those after `versions` need torch."""
+
+
+def of(name: str) -> list[Finding]:
+    """Runs a check in this process."""
+    return run(name, CHECKS[name]())
