@@ -136,11 +136,11 @@ def main(argv: list[str]) -> None:
     bench = flags.parse(Int8Bench, argv, prog="python -m bench.int8")
     rows = measure(bench)
     records.show(tables.GENERATE, map(tables.generate_cells, rows))
-    extra = {}
+    found = None
     if bench.run is not None and bench.text is not None:
-        extra = {"perplexity": perplexities(bench.run, bench.text)}
-        print(extra)
-    print(records.Writer("cpu", **extra).write("generate", *rows))
+        found = perplexities(bench.run, bench.text)
+        print(found)
+    print(records.Writer("cpu", perplexity=found).write("generate", *rows))
 
 
 if __name__ == "__main__":

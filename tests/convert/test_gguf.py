@@ -23,11 +23,9 @@ NAMES = {
     "gpt2": {
         "position_embd.weight": "wpe.weight", "output.weight": "lm_head.weight",
         "blk.1.attn_qkv.weight": "h.1.attn.c_attn.weight", "output_norm.bias": "ln_f.bias",
-        "blk.0.ffn_down.weight": "h.0.mlp.c_proj.weight",
     },
     "llama": {
-        "token_embd.weight": "embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-        "blk.1.attn_q.weight": "1.self_attn.q_proj.weight",
+        "blk.1.attn_q.weight": "1.self_attn.q_proj.weight", "output_norm.weight": "l.norm.weight",
         "blk.1.attn_k.weight": "1.self_attn.k_proj.weight",
     },
 }  # fmt: skip
@@ -48,13 +46,12 @@ def test_a_file_holds_the_tensors_of_hugging_faces_folder(family, dtype, tmp_pat
         if ".attn_" in name and family == "llama":  # rows 0, 8, 1, 9, ... of each head
             x = torch.stack([x[16 * (i // 16) + i % 2 * 8 + i % 16 // 2] for i in range(len(x))])
         values = torch.from_numpy(found[name].copy())
-        if x.dim() == 1 or "position" in name:
-            assert torch.equal(values, x), name
-        elif dtype == "q8_0":
+        if dtype == "q8_0" and x.dim() == 2 and "position" not in name:
             step = x.reshape(-1, 32).abs().amax(1, keepdim=True) / 127
             assert ((values - x).reshape(-1, 32).abs() <= 0.56 * step).all(), name
         else:
-            assert torch.equal(values, x.to(rounded).float()), name
+            exact = x.dim() == 1 or "position" in name
+            assert torch.equal(values, x if exact else x.to(rounded).float()), name
 
 
 def test_settings_vocabulary_and_chat_template_are_in_the_file(tmp_path):
@@ -63,9 +60,8 @@ def test_settings_vocabulary_and_chat_template_are_in_the_file(tmp_path):
     (folder / "chat_template.jinja").write_text("{{ messages }}\u00e9", encoding="utf-8")
     reader = gguf.GGUFReader(converted(folder, tmp_path / "a.gguf", "gguf"))
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    sizes = ("block_count", "context_length", "embedding_length", "feed_forward_length")
-    assert [fields[f"llama.{name}"] for name in sizes] == [2, 40, 32, 50]
-    assert fields["llama.attention.head_count_kv"] == 2
+    sizes = ("block_count", "context_length", "feed_forward_length", "attention.head_count_kv")
+    assert [fields[f"llama.{name}"] for name in sizes] == [2, 40, 50, 2]
     assert fields["tokenizer.ggml.tokens"][500:] == [f"[PAD{i}]" for i in range(500, 510)]
     assert fields["tokenizer.ggml.token_type"][:2] == [3, 1]  # control, normal
     names = ("chat_template", "ggml.bos_token_id", "ggml.eos_token_id")
@@ -77,12 +73,10 @@ def test_settings_vocabulary_and_chat_template_are_in_the_file(tmp_path):
     (OURS["llama"] | {"rotary_scaling": (8, 1, 4, 20)}, "bpe", "fp16", "--model.rotary-scaling"),
     ({"softcap": 3.0}, "bpe", "fp16", "cannot express this model: --model.softcap is 3.0"),
     ({}, "wordpiece", "fp16", "within GPT-2's words.*: this model has wordpiece"),
-    ({}, None, "fp16", "this model has none"),
     ({"dim": 40}, "bpe", "q8_0", r"shape \(500, 40\) to Q8_0: expected rows of a multiple of 32"),
 ])  # fmt: skip
 def test_what_a_file_cannot_hold_is_refused(options, tokenizer, dtype, said, tmp_path):
-    tokenizer = tokenizer and tokenizer_of(tokenizer)
-    run = saved_run(tmp_path / "run", tokenizer, vocab_size=500, **options)
+    run = saved_run(tmp_path / "run", tokenizer_of(tokenizer), vocab_size=500, **options)
     with pytest.raises(UserError, match=said):
         converted(run, tmp_path / "a.gguf", "gguf", dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
