@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from fastgpt import flags
 from fastgpt.config.checks import POSITIVE, check_fields
+from fastgpt.convert.gguf import write_gguf
 from fastgpt.convert.source import open_model
 from fastgpt.convert.target import write_folder, write_run
 from fastgpt.device.device import DTYPES
@@ -25,23 +26,26 @@ from fastgpt.terminal import print_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertConfig:
-    """Converts a model to a folder of Hugging Face, or to a run of fastgpt."""
+    """Converts a model to a folder of Hugging Face, a GGUF file, or a run of fastgpt."""
 
     source: Annotated[str, tyro.conf.Positional]
     """Model to convert: a run, a checkpoint, a folder of Hugging Face, a name on the hub, nanoGPT's
     ckpt.pt or a .bin file of llm.c."""
     target: Annotated[Path, tyro.conf.Positional]
-    """Folder to write; it must not exist yet."""
-    to: Literal["hf", "run"]
-    """Format to write. hf: Hugging Face's GPT-2, Llama or Qwen3, whichever fits; run: a run of
-    fastgpt."""
-    dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
-    """Number format of the weights; by default that of the source."""
+    """Folder to write, or file for gguf; it must not exist yet."""
+    to: Literal["hf", "gguf", "run"]
+    """Format to write. hf: Hugging Face's GPT-2, Llama or Qwen3, whichever fits; gguf: a file of
+    llama.cpp; run: a run of fastgpt."""
+    dtype: Literal["fp32", "bf16", "fp16", "q8_0"] | None = None
+    """Number format of the weights; by default that of the source, or fp16 for gguf. Only gguf has
+    q8_0: 8 bits, and a scale for each 32 weights."""
     shard_gb: Annotated[float, POSITIVE] = 5.0
     """Size from which a new safetensors file is begun, in gigabytes."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.dtype == "q8_0" and self.to != "gguf":
+            raise UserError("--dtype is q8_0: expected fp32, bf16 or fp16, or --to gguf")
 
 
 def convert(config: ConvertConfig) -> None:
@@ -55,13 +59,15 @@ def convert(config: ConvertConfig) -> None:
     if target.exists():
         raise UserError(f"{target} exists: expected a new name")
     source = open_model(config.source)
-    if config.dtype != "same":
+    if config.dtype is not None and config.to != "gguf":
         source = replace(source, weights=source.weights.to(DTYPES[config.dtype]))
     temporary = temporary_name(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if config.to == "hf":
             write_folder(source, temporary, int(config.shard_gb * 1e9))
+        elif config.to == "gguf":
+            write_gguf(source, temporary, config.dtype or "fp16")
         else:
             write_run(source, temporary)
         temporary.rename(target)
@@ -70,6 +76,8 @@ def convert(config: ConvertConfig) -> None:
         raise UserError(f"cannot write {target}: {why}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if temporary.is_file():
+            temporary.unlink()
 
 
 def main(argv: list[str]) -> None:

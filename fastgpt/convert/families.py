@@ -9,14 +9,7 @@ import torch
 from fastgpt.config.checks import flag
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.family import (
-    NONE_HAS,
-    Family,
-    Fields,
-    Settings,
-    TensorMap,
-    either,
-)
+from fastgpt.convert.family import NONE_HAS, Family, Fields, Settings, TensorMap, either
 from fastgpt.errors import UserError, reason, shown
 from fastgpt.model.build import build_model
 from fastgpt.ops import tables

@@ -11,7 +11,7 @@ from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.config.config import CONVERTED, Config, TrainConfig, to_json
 from fastgpt.convert import vocabulary
 from fastgpt.convert.families import family_for, settings_for, tensor_maps
-from fastgpt.convert.family import TensorMap
+from fastgpt.convert.family import Settings, TensorMap
 from fastgpt.convert.source import SIDECARS, TOKEN_IDS, OpenedModel, parse_object, token_ids
 from fastgpt.files import write_atomically
 
@@ -50,9 +50,7 @@ def write_folder(source: OpenedModel, target: Path, shard_bytes: int) -> None:
     """
     family, tokenizer = family_for(source.config), source.tokenizer
     settings = settings_for(source.config)
-    settings |= dict.fromkeys(TOKEN_IDS, None if tokenizer is None else tokenizer.eot_id)
-    kept = source.hf_sidecars.get("config.json", "{}")
-    settings |= token_ids(parse_object(kept, source.path / "huggingface.json"))
+    settings |= begin_and_end(source)
     settings["torch_dtype"] = str(source.weights.plan["wte.weight"].dtype).removeprefix("torch.")
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(settings, indent=1))
@@ -63,7 +61,14 @@ def write_folder(source: OpenedModel, target: Path, shard_bytes: int) -> None:
         (target / name).write_text(source.hf_sidecars[name], encoding="utf-8")
 
 
-def _renamed(
+def begin_and_end(source: OpenedModel) -> Settings:
+    """Returns the fields `TOKEN_IDS`: the model's own, else the tokenizer's end of text."""
+    tokenizer, kept = source.tokenizer, source.hf_sidecars.get("config.json", "{}")
+    ids: Settings = dict.fromkeys(TOKEN_IDS, None if tokenizer is None else tokenizer.eot_id)
+    return ids | token_ids(parse_object(kept, source.path / "huggingface.json"))
+
+
+def renamed(
     weights: Mapping[str, Tensor], maps: dict[str, TensorMap], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a model under others' names."""
@@ -78,7 +83,7 @@ def _write_tensors(
 ) -> None:
     """Writes one file, or several that an index lists; their names tell how many there are."""
     dtype = source.weights.plan["wte.weight"].dtype
-    plan, size = dict(_renamed(source.weights.plan, maps, dtype)), 0
+    plan, size = dict(renamed(source.weights.plan, maps, dtype)), 0
     shards: list[dict[str, Tensor]] = [{}]
     for name, x in plan.items():
         if shards[-1] and size + x.nbytes > shard_bytes:
@@ -89,7 +94,7 @@ def _write_tensors(
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         names = ["model.safetensors"]
-    values = (x for _, x in _renamed(source.weights, maps, dtype))
+    values = (x for _, x in renamed(source.weights, maps, dtype))
     for name, shard in zip(names, shards):
         tensors.write(folder / name, shard, values)
     if len(shards) > 1:

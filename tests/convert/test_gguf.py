@@ -1,0 +1,128 @@
+"""GGUF files: what they hold, and that llama.cpp continues a text as we do."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import fastgpt
+from fastgpt.convert import vocabulary
+from fastgpt.convert.__main__ import ConvertConfig
+from fastgpt.convert.source import read
+from fastgpt.convert.target import write_run
+from fastgpt.errors import UserError
+from tests.convert.models import OURS, converted, files, saved, saved_run, theirs
+from tests.convert.test_vocabulary import TEXTS, WIDE
+from tests.data.sets import LEARNT, texts, tokenizer_of
+
+MODELS = {
+    "gpt2": {"tied": False}, "llama": OURS["llama"] | {"num_kv_heads": 2, "head_size": 16},
+    "qwen3": OURS["qwen3-without-weights"],
+}  # fmt: skip
+NAMES = {
+    "gpt2": {
+        "position_embd.weight": "wpe.weight", "output.weight": "lm_head.weight",
+        "blk.1.attn_qkv.weight": "h.1.attn.c_attn.weight", "output_norm.bias": "ln_f.bias",
+    },
+    "llama": {
+        "blk.1.attn_q.weight": "1.self_attn.q_proj.weight", "output_norm.weight": "l.norm.weight",
+        "blk.1.attn_k.weight": "1.self_attn.k_proj.weight",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "q8_0", None])
+@pytest.mark.parametrize("family", NAMES)
+def test_a_file_holds_the_tensors_of_hugging_faces_folder(family, dtype, tmp_path):
+    run = saved_run(tmp_path / "a", tokenizer_of("bpe"), vocab_size=510, **MODELS[family])
+    expected = files(converted(run, tmp_path / "hf", "hf"))
+    reader = gguf.GGUFReader(converted(run, tmp_path / "a.gguf", "gguf", dtype=dtype))
+    found = {x.name: gguf.dequantize(x.data, x.tensor_type) for x in reader.tensors}
+    assert len(found) == len(expected)
+    rounded = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(dtype, torch.float16)
+    for name, same in NAMES[family].items():
+        [x] = (x for other, x in expected.items() if other.endswith(same))
+        x = x.T if ".c_" in same else x
+        if ".attn_" in name and family == "llama":  # rows 0, 8, 1, 9, ... of each head
+            x = torch.stack([x[16 * (i // 16) + i % 2 * 8 + i % 16 // 2] for i in range(len(x))])
+        values = torch.from_numpy(found[name].copy())
+        if dtype == "q8_0" and x.dim() == 2 and "position" not in name:
+            step = x.reshape(-1, 32).abs().amax(1, keepdim=True) / 127
+            assert ((values - x).reshape(-1, 32).abs() <= 0.56 * step).all(), name
+        else:
+            exact = x.dim() == 1 or "position" in name
+            assert torch.equal(values, x if exact else x.to(rounded).float()), name
+
+
+def test_settings_vocabulary_and_chat_template_are_in_the_file(tmp_path):
+    folder = saved(theirs("llama", vocab_size=510, eos_token_id=[7, 9], bos_token_id=3), tmp_path)
+    vocabulary.write(tokenizer_of("bpe"), folder, context=64)
+    (folder / "chat_template.jinja").write_text("{{ messages }}\u00e9", encoding="utf-8")
+    reader = gguf.GGUFReader(converted(folder, tmp_path / "a.gguf", "gguf"))
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    sizes = ("block_count", "context_length", "feed_forward_length", "attention.head_count_kv")
+    assert [fields[f"llama.{name}"] for name in sizes] == [2, 40, 50, 2]
+    assert fields["tokenizer.ggml.tokens"][500:] == [f"[PAD{i}]" for i in range(500, 510)]
+    assert fields["tokenizer.ggml.token_type"][:2] == [3, 1]  # control, normal
+    names = ("chat_template", "ggml.bos_token_id", "ggml.eos_token_id")
+    assert [fields[f"tokenizer.{name}"] for name in names] == ["{{ messages }}\u00e9", 3, 7]
+
+
+@pytest.mark.parametrize(("options", "tokenizer", "dtype", "said"), [
+    ({"activation": "gelu_erf"}, "bpe", "fp16", "gelu_erf, expected gelu_tanh or swiglu"),
+    (OURS["llama"] | {"rotary_scaling": (8, 1, 4, 20)}, "bpe", "fp16", "--model.rotary-scaling"),
+    ({"softcap": 3.0}, "bpe", "fp16", "cannot express this model: --model.softcap is 3.0"),
+    ({}, "wordpiece", "fp16", "within GPT-2's words.*: this model has wordpiece"),
+    ({"dim": 40}, "bpe", "q8_0", r"shape \(500, 40\) to Q8_0: expected rows of a multiple of 32"),
+])  # fmt: skip
+def test_what_a_file_cannot_hold_is_refused(options, tokenizer, dtype, said, tmp_path):
+    run = saved_run(tmp_path / "run", tokenizer_of(tokenizer), vocab_size=500, **options)
+    with pytest.raises(UserError, match=said):
+        converted(run, tmp_path / "a.gguf", "gguf", dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    with pytest.raises(UserError, match="--dtype is q8_0: expected fp32"):
+        ConvertConfig(source="a", target=tmp_path / "b", to="hf", dtype="q8_0")
+
+
+def opened(*args, **options):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source")
+    return llama_cpp.Llama(*map(str, args), n_ctx=96, n_threads=1, verbose=False, **options)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2"])
+def test_llama_cpp_gives_the_same_ids(kind, tmp_path):
+    tokenizer = tokenizer_of(kind)
+    run = saved_run(tmp_path / "run", tokenizer, vocab_size=tokenizer.vocab_size)
+    theirs = opened(converted(run, tmp_path / "a.gguf", "gguf"), vocab_only=True)
+    for text in (*TEXTS, *WIDE, *LEARNT):
+        ids = theirs.tokenize(text.encode(), add_bos=False, special=False)
+        assert ids == tokenizer.encode(text).tolist()
+        assert theirs.detokenize(ids).decode() == text
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_llama_cpp_continues_a_text_as_we_do(family, tmp_path):
+    tokenizer, sizes = tokenizer_of("bpe"), {"dim": 64, "context": 96, "vocab_size": 500}
+    run = saved_run(tmp_path / "untrained", tokenizer, **MODELS[family] | sizes)
+    model, text = fastgpt.load(run)[0], tokenizer.encode(" ".join(texts(12))).astype(np.int64)
+    optimizer, text = torch.optim.Adam(model.parameters(), lr=3e-3), torch.from_numpy(text)
+    for _ in range(120):
+        starts = torch.randint(len(text) - 96, (4, 1)) + torch.arange(97)
+        optimizer.zero_grad()
+        model(text[starts[:, :-1]], text[starts[:, 1:]]).backward()
+        optimizer.step()
+    source = read(str(run))
+    source.weights._read = model.state_dict().__getitem__
+    write_run(source, tmp_path / "run")
+    tokens = model.generate(text[None, :20], max_new_tokens=64, temperature=0)
+    assert len({*tokens[0, 20:].tolist()}) > 10
+    logits = model(tokens)[0].detach().numpy()
+    for dtype, error in (("fp16", 0.005), ("q8_0", 0.1)):
+        file = converted(tmp_path / "run", tmp_path / f"{dtype}.gguf", "gguf", dtype=dtype)
+        theirs = opened(file, logits_all=True)
+        if dtype == "fp16":
+            made = zip(theirs.generate(text[:20].tolist(), temp=0.0), range(64))
+            assert [x for x, _ in made] == tokens[0, 20:].tolist()
+            theirs.reset()
+        theirs.eval(tokens[0].tolist())
+        assert np.abs(theirs.scores[: len(logits)] - logits).max() < error * np.abs(logits).max()

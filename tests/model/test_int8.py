@@ -1,0 +1,16 @@
+"""Weights of 8 bits give nearly the logits of the same model."""
+
+import pytest
+import torch
+
+from fastgpt.model.int8 import to_int8
+from tests.models import OPTIONS, build
+
+
+@pytest.mark.parametrize("name", ["gpt2", "modern", "untied", "softcap", "post-norm"])
+def test_logits_are_nearly_those_of_fp32(name):
+    model, tokens = build(**OPTIONS[name]).eval(), torch.randint(50, (2, 16))
+    expected = model(tokens)
+    error = to_int8(model)(tokens) - expected
+    assert 0 < error.norm() < 0.15 * expected.norm()
+    assert model.generate(tokens[:, :4], max_new_tokens=3).shape == (2, 7)
