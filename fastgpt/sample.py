@@ -18,6 +18,7 @@ from fastgpt.convert.source import open_model
 from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.model.int8 import to_int8
 from fastgpt.sampling.chat import talk, template_of
 from fastgpt.sampling.streaming import stream
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
@@ -69,6 +70,8 @@ class SampleConfig:
     """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Precision of the matrix products. `auto` uses bf16 where the hardware multiplies it."""
+    weights: Literal["same", "int8"] = "same"
+    """Number format of the weights. int8 is faster on a CPU, at slightly other probabilities."""
     decode: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of attention over the key/value cache. `auto` uses PyTorch's; triton: our
     kernels, on CUDA."""
@@ -107,6 +110,8 @@ def main(argv: list[str]) -> None:
         require_toolchain(asked, on)
         found = open_model(config.run)
         model, tokenizer = found.build_gpt(on, asked), found.tokenizer
+        if config.weights == "int8":
+            to_int8(model, exact=config.exact)
     except UserError as error:
         raise UserError(str(error).replace("--ops.decode", "--decode")) from error
     if tokenizer is None:

@@ -31,10 +31,19 @@ class Int8Linear(nn.Module):
         return torch.ops.quantized.linear_dynamic(x.float(), self.packed, reduce_range=True)
 
 
-def to_int8(model: GPT) -> GPT:
-    """Changes an fp32 model on a CPU in place, embeddings aside; it then gives logits alone."""
+def to_int8(model: GPT, *, exact: bool = False) -> GPT:
+    """Changes an fp32 model on a CPU in place, embeddings aside; it then gives logits alone.
+
+    Raises:
+        UserError: the model is elsewhere, PyTorch lacks FBGEMM, or texts are to be `exact`, that is
+            independent of the others of a batch, with which their activations share a range.
+    """
+    if (kind := next(model.parameters()).device.type) != "cpu":
+        raise UserError(f"--weights is int8: expected --device cpu, not {kind}")
     if "fbgemm" not in torch.backends.quantized.supported_engines:
-        raise UserError("int8 weights need FBGEMM, which this build of PyTorch lacks")
+        raise UserError("--weights is int8, which needs FBGEMM: this build of PyTorch lacks it")
+    if exact:
+        raise UserError("--weights is int8: expected no --exact, which it cannot give")
     table, config = model.wte if model.lm_head is None else model.lm_head, model.config
     last = Int8Linear(table.weight, getattr(table, "bias", None))
 

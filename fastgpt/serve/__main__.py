@@ -16,6 +16,7 @@ from fastgpt.convert.source import open_model
 from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, run_command
+from fastgpt.model.int8 import to_int8
 from fastgpt.sampling.chat import template_of
 from fastgpt.terminal import print_line
 
@@ -43,6 +44,8 @@ class ServeConfig:
     """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Precision of the matrix products. `auto` uses bf16 where the hardware multiplies it."""
+    weights: Literal["same", "int8"] = "same"
+    """Number format of the weights. int8 is faster on a CPU, at slightly other probabilities."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -76,8 +79,11 @@ def main(argv: list[str]) -> None:
             f"{config.model} has no tokenizer: expected tokenizer.json beside the model"
         )
     template = template_of(found.hf_sidecars)
+    model = found.build_gpt(on)
+    if config.weights == "int8":
+        to_int8(model, exact=config.exact)
     engine = Engine(
-        found.build_gpt(on), slots=config.slots, queue=config.queue, exact=config.exact,
+        model, slots=config.slots, queue=config.queue, exact=config.exact,
         autocast=partial(device.autocast, on, precision),
     )  # fmt: skip
     server = Server(

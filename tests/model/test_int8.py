@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fastgpt.errors import UserError
 from fastgpt.model.int8 import to_int8
 from tests.models import OPTIONS, build
 
@@ -14,3 +15,10 @@ def test_logits_are_nearly_those_of_fp32(name):
     error = to_int8(model)(tokens) - expected
     assert 0 < error.norm() < 0.15 * expected.norm()
     assert model.generate(tokens[:, :4], max_new_tokens=3).shape == (2, 7)
+
+
+def test_what_it_cannot_do_is_refused():
+    with pytest.raises(UserError, match=r"--weights is int8: expected no --exact"):
+        to_int8(build(), exact=True)
+    with pytest.raises(UserError, match=r"--weights is int8: expected --device cpu, not meta"):
+        to_int8(build().to("meta"))
