@@ -61,7 +61,7 @@ def ours(model: Any, tokens: int) -> Callable[[Tensor], Any]:
 
 
 def llama(model: GPT, dtype: str, bench: Int8Bench) -> Callable[[Tensor], Any]:
-    from llama_cpp import Llama
+    from llama_cpp import Llama  # pyright: ignore[reportMissingImports] - built from source
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.gguf"

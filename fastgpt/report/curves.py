@@ -105,7 +105,7 @@ def _draw(plot: figure, column: str, source: ColumnDataSource, *, dashed: bool) 
     plot.line("x", "y", line_width=1 if faint else 2, alpha=0.45 if faint else 1,
               line_dash="dashed" if evaluated and dashed else "solid", **style)  # fmt: skip
     if evaluated:  # the lowest one has a ring
-        lowest = CDSView(filter=IndexFilter([int(np.argmin(source.data["y"]))]))
+        lowest = CDSView(filter=IndexFilter(indices=[int(np.argmin(source.data["y"]))]))
         plot.scatter("x", "y", size=13, fill_alpha=0, line_width=2, view=lowest, **style)
     if evaluated or len(source.data["y"]) == 1:
         plot.scatter("x", "y", size=6, **style)
