@@ -31,7 +31,8 @@ def write_gguf(source: OpenedModel, target: Path, dtype: str) -> None:
     try:
         import gguf
     except ImportError as error:
-        raise UserError("GGUF needs: pip install -c constraints.txt '.[gguf]'") from error
+        how = "pip install -c constraints.txt '.[gguf]'"
+        raise UserError(f"a GGUF file needs the package gguf: {how}") from error
     config, family, kind = source.config, family_for(source.config), KINDS[dtype]
     biased = family is QWEN3 and (config.bias_at("qkv") or config.bias_at("projection"))
     if config.activation not in ("gelu_tanh", "swiglu") or config.rotary_scaling or biased:
