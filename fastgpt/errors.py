@@ -130,6 +130,9 @@ def shown_in_one_line(status: int = 1) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
+    except BrokenPipeError:  # whoever read the output, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except (UserError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError):
             if "out of memory" not in str(error):  # torch's, of CUDA and of the allocator

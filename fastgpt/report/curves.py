@@ -19,7 +19,7 @@ from bokeh.models import (
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from fastgpt.report.data import Run, thinned
+from fastgpt.report.data import POINTS, Run, thinned
 
 COLOURS = ("#4c8dd6", "#e08a3c", "#3fa67a", "#c46bb5", "#b8963a", "#7c79d8", "#d1605e", "#3fa3b5")
 """Colours of lines, which can be told apart on a light and on a dark page."""
@@ -45,7 +45,7 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
     def source(number: int, column: str) -> ColumnDataSource:
         """Returns the points of a curve, with its name and its colour."""
         run, said = runs[number], LOSSES.get(column) or FIGURES[column]
-        kept = thinned(run.columns[column])
+        kept = thinned(run.columns[column], 4 * POINTS // max(4, len(runs)))
         data = dict[str, Any](x=run.columns["step"][kept], y=run.columns[column][kept])
         data |= {axis: run.columns[axis][kept] for axis in ("step", "tokens", "seconds")}
         colour = COLOURS[(number if several else int(column == "val_loss")) % len(COLOURS)]

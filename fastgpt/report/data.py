@@ -67,7 +67,8 @@ def read_run(path: Path, label: str) -> Run:
         what = "is not a run" if path.exists() else "does not exist"
         raise UserError(f"RUN {path} {what}: expected the folder of a run, such as runs/NAME")
     config, notes, manifest = saved_config(path), list[str](), {}
-    columns = _columns(path / "metrics.jsonl")
+    records = _records(path / "metrics.jsonl")
+    columns = _columns(records)
     evaluated = set(columns["step"][np.isfinite(columns["val_loss"])].tolist())
     samples = _samples(path / "samples.txt", evaluated)
     try:
@@ -79,17 +80,26 @@ def read_run(path: Path, label: str) -> Run:
     if run.last_step < config.steps:
         taken = f"{run.last_step:,} of {config.steps:,} steps"
         notes.append(f"The run has logged {taken}: it is still training, or was stopped.")
+    losses = {r["step"]: r["train_loss"] for r in records if "train_loss" in r}
+    broken = [step for step, loss in losses.items() if loss is None or not np.isfinite(loss)]
+    if broken:
+        some = f"{len(broken):,} of {len(losses):,} logged training losses are not finite"
+        notes.append(f"{some}, the first one at step {broken[0]:,}: no curve shows them.")
     if not samples:
         notes.append("There are no samples: a run makes them with its evaluations.")
     return run
 
 
-def _columns(path: Path) -> dict[str, np.ndarray]:
-    """Reads metrics.jsonl, and adds the `smoothed` training loss and the `seconds` of training."""
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Reads metrics.jsonl: one record for each step, in order."""
     of_step = dict[int, dict[str, Any]]()
     for record in filter(is_whole, read_records(path)):  # an evaluation has one of its own
         of_step.setdefault(record["step"], {}).update(record)
-    records = [of_step[step] for step in sorted(of_step)]
+    return [of_step[step] for step in sorted(of_step)]
+
+
+def _columns(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Returns the figures, the `smoothed` training loss and the `seconds` of training."""
     columns = dict[str, np.ndarray]()
     for name in LOGGED:
         values = [record.get(name) for record in records]
@@ -128,15 +138,15 @@ def evenly(items: Sequence[Any], most: int) -> list[Any]:
     return [items[place] for place in places]
 
 
-def thinned(values: np.ndarray) -> np.ndarray:
-    """Returns the indices of the finite values (N,), or of `POINTS` of them and the two ends.
+def thinned(values: np.ndarray, most: int = POINTS) -> np.ndarray:
+    """Returns the indices of the finite values (N,), or of `most` of them and the two ends.
 
-    Each of `POINTS` / 2 bins of consecutive values keeps its lowest and its highest, so that no
+    Each of `most` / 2 bins of consecutive values keeps its lowest and its highest, so that no
     spike is lost.
     """
     known = np.flatnonzero(np.isfinite(values))
-    if len(known) <= POINTS:
+    if len(known) <= most:
         return known
-    bins = np.array_split(known, POINTS // 2)
+    bins = np.array_split(known, most // 2)
     extremes = [part[at(values[part])] for part in bins for at in (np.argmin, np.argmax)]
     return np.unique([known[0], *extremes, known[-1]])

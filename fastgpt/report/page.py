@@ -16,7 +16,7 @@ from fastgpt.config.checks import flag
 from fastgpt.config.config import flat
 from fastgpt.config.recipes import RECIPES
 from fastgpt.display import short
-from fastgpt.errors import UserError, counted, writing
+from fastgpt.errors import UserError, counted, reason, writing
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.files import write_atomically
 from fastgpt.report.data import POINTS, Run, evenly, read_run
@@ -74,6 +74,8 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
     try:
         coloured = coloured_text(run, text)
     except (UserError, OSError) as error:
+        if text:
+            raise UserError(f"--text is {text}: {reason(error)}") from error
         run.notes.append(f"There is no coloured text: {error}.")
     command, ranks = (run.manifest.get(name) for name in ("command", "ranks"))
     resume = resume_command(run.path, ranks if isinstance(ranks, int) else 1)
@@ -114,4 +116,4 @@ def finding(run: Run) -> str:
 
 def _elapsed(seconds: float) -> str:
     """Writes a duration as hours, minutes and seconds."""
-    return str(timedelta(seconds=round(seconds)))
+    return str(timedelta(seconds=round(min(seconds, 1e12))))

@@ -93,6 +93,7 @@ def test_figures_come_from_the_log_and_time_from_the_speed(fit):
         {"step": 5, "train_loss": "x", "tokens": 1}, '{"step": 6, "tok',
         samples="=== step 9 ===\nlost\n\n=== step 3 ===\nold\n\n=== step 3 ===\nnew\n")  # fmt: skip
     found = read_run(run, "a")
+    assert found.notes[-1].startswith("1 of 3 logged training losses are not finite")
     columns = found.columns
     assert columns["seconds"][:4].tolist() == [0, 2, 4, 6]
     assert columns["lr"][[1, 3]].tolist() == [0.5, 0.5]
@@ -148,6 +149,7 @@ def test_bad_arguments_are_errors_of_one_line(fit, tmp_path, capfd, monkeypatch)
         ([], "no RUN was given"),
         ([str(run), "-o", str(tmp_path)], "expected a file in a folder that exists"),
         ([str(run), "-o", str(tmp_path / "no" / "page.html")], "expected a file in a folder"),
+        ([str(run), "--text", "none.txt"], "--text is none.txt: source 'none.txt': no such"),
     ]:
         monkeypatch.setattr("sys.argv", ["report", *arguments])
         assert said in one_line_error(capfd, run_command, command.main)
