@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor
 
+OPTIONS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+"""Names of the options, in the order in which they are applied."""
 COLDEST = 1e-6
 """Lowest temperature that logits are divided by; below it the likeliest token has it all."""
 
@@ -16,7 +18,7 @@ def draw(
 ) -> Tensor:  # fmt: skip
     """Draws a token for each row, (B,) int64, from logits on the CPU, fp32.
 
-    The options are those of `generate`, and are applied in this order.
+    The options are those of `generate`.
 
     Args:
         seen: bool (B, V), tokens that the penalty makes less likely.

@@ -27,10 +27,12 @@ from pydantic import (
 )
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from torch import Tensor
 
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
+from fastgpt.model.drawing import OPTIONS
 from fastgpt.model.generation import check_tokens
 from fastgpt.sampling.chat import Template, encode, refuse_special
 from fastgpt.sampling.streaming import Continuation, Piece, Token
@@ -44,10 +46,9 @@ MOST = 64
 """Most texts of a request: prompts times `n`."""
 LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.I)
 """Hosts that answer without a token: another name in a browser may lead to this machine, too."""
-DRAWING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 STATUSES = {
-    UserError: 400, ValidationError: 400, BusyError: 429, TimeoutError: 503,
-    ConnectionAbortedError: 503, Exception: 500,
+    UserError: 400, ValidationError: 400, ClientDisconnect: 400, BusyError: 429,
+    TimeoutError: 503, ConnectionAbortedError: 503, Exception: 500,
 }  # fmt: skip
 PAGE = Path(__file__).with_name("page.html")
 
@@ -110,8 +111,13 @@ class Chat(Asked):
     top_logprobs: int = Field(0, ge=0, le=20)
 
 
-def problem(error: Exception) -> tuple[dict[str, Any], int]:
-    """Returns an error in OpenAI's form, and its status."""
+def as_json(content: Any, status: int = 200) -> Response:
+    # in ASCII, because a tokenizer may know halves of surrogate pairs, which UTF-8 does not
+    return Response(json.dumps(content), status, media_type="application/json")
+
+
+async def as_error(_: Any, error: Exception) -> Response:
+    """Returns an error in OpenAI's form."""
     said = str(error) or type(error).__name__
     status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
     if isinstance(error, HTTPException):
@@ -120,16 +126,8 @@ def problem(error: Exception) -> tuple[dict[str, Any], int]:
         first = error.errors()[0]
         said = f"{(*first['loc'], 'the request')[0]}: {first['msg']}"
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": said, "type": kind, "param": None, "code": None}}, status
-
-
-def as_json(content: Any, status: int = 200) -> Response:
-    # in ASCII, because a tokenizer may know halves of surrogate pairs, which UTF-8 does not
-    return Response(json.dumps(content), status, media_type="application/json")
-
-
-async def as_error(_: Request, error: Exception) -> Response:
-    return as_json(*problem(error))
+    content = {"message": said, "type": kind, "param": None, "code": None}
+    return as_json({"error": content}, status)
 
 
 class Server:
@@ -159,8 +157,7 @@ class Server:
         for path, kind in (("/completions", Completion), ("/chat/completions", Chat)):
             api.add_api_route(path, partial(self._answer, kind), methods=["POST"])
         api.add_api_route("/models", lambda: as_json({"object": "list", "data": [self.model]}))
-        api.add_api_route("/models/{name:path}", lambda name: as_json(self._named(name)))
-        app.add_api_route("/health", lambda: as_json({"status": "ok", **self.engine.counts()}))
+        app.add_api_route("/health", self._health)
         app.add_api_route("/", lambda: FileResponse(PAGE))
         app.include_router(api)
         return app
@@ -172,10 +169,9 @@ class Server:
         if not self.token and not LOCAL.fullmatch(request.headers.get("host", "")):
             raise HTTPException(403, "expected localhost in the header Host")
 
-    def _named(self, name: str) -> dict[str, Any]:
-        if name != self.model["id"]:
-            raise HTTPException(404, f"there is no model {name!r}")
-        return self.model
+    async def _health(self) -> Response:
+        counts = {"running": len(self.engine.running), "waiting": len(self.engine.waiting)}
+        return as_json({"status": "ok", **counts})
 
     async def _answer(self, kind: type[Completion | Chat], request: Request) -> Response:
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
@@ -186,7 +182,8 @@ class Server:
             if len(body) > LONGEST_BODY:
                 raise HTTPException(413, f"expected at most {LONGEST_BODY:,} bytes")
         asked = kind.model_validate_json(body)
-        self._named(asked.model)
+        if asked.model != self.model["id"]:
+            raise HTTPException(404, f"there is no model {asked.model!r}")
         events, loop = asyncio.Queue(), asyncio.get_running_loop()
 
         def put(*event: Any) -> None:
@@ -209,14 +206,13 @@ class Server:
         whole = [Piece("", [])] * len(jobs)
         async for index, piece in pieces:
             whole[index] += piece
-        role = {"role": "assistant"}
-        choices = [self._choice(asked, *each, role) for each in enumerate(whole)]
+        choices = [self._choice(asked, *each, role="assistant") for each in enumerate(whole)]
         return as_json(about | {"choices": choices, "usage": usage(asked, jobs)})
 
     def _jobs(self, asked: Completion | Chat, put: Callable[..., None]) -> list[Job]:
         """Encodes the prompts of a request; `n` texts of the first come first."""
         config, jobs, gone = self.engine.model.config, [], threading.Event()
-        options = asked.model_dump(include=DRAWING)
+        options = asked.model_dump(include={*OPTIONS})
         if isinstance(asked, Chat):
             if self.template is None:
                 raise UserError("the model has no chat template: expected /v1/completions")
@@ -256,18 +252,18 @@ class Server:
         try:
             if isinstance(asked, Chat):
                 for index in range(asked.n):
-                    yield event([self._choice(asked, index, Piece("", []), {"role": "assistant"})])
+                    yield event([self._choice(asked, index, Piece("", []), role="assistant")])
             async for index, piece in pieces:
                 if piece.text or piece.finish:
-                    yield event([self._choice(asked, index, piece, {})])
+                    yield event([self._choice(asked, index, piece)])
             if asked.stream_options.get("include_usage"):
                 yield event([], usage=usage(asked, jobs))
             yield "data: [DONE]\n\n"
         except Exception as error:  # the status has been sent
-            yield f"data: {json.dumps(problem(error)[0])}\n\n"
+            yield f"data: {(await as_error(None, error)).body.decode()}\n\n"
 
     def _choice(
-        self, asked: Completion | Chat, index: int, piece: Piece, role: dict[str, str]
+        self, asked: Completion | Chat, index: int, piece: Piece, **role: str
     ) -> dict[str, Any]:
         """Returns a piece, or a whole text, in OpenAI's form."""
         choice = {"index": index, "finish_reason": piece.finish, "logprobs": None}

@@ -79,10 +79,6 @@ class Engine:
             self.waiting.extend(jobs)
             self._changed.notify()
 
-    def counts(self) -> dict[str, int]:
-        """Returns how many texts run and wait."""
-        return {"running": len(self.running), "waiting": len(self.waiting)}
-
     def close(self) -> None:
         """Ends all texts and the thread."""
         with self._changed:

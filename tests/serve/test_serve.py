@@ -121,7 +121,7 @@ def test_the_queue_is_limited_and_texts_that_end_early_leave_no_trace(monkeypatc
                 tokens()
         engine.submit([more])
         assert len(d()) == 5
-        assert engine.counts() == {"running": 0, "waiting": 0}
+        assert (engine.running, [*engine.waiting]) == ([], [])
 
 
 # --- HTTP -----------------------------------------------------------------------------------------
