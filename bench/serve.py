@@ -29,10 +29,9 @@ from fastgpt.terminal import print_text
 PORT = 8765
 BODY = {"model": "run", "prompt": "ROMEO:", "max_tokens": 64, "temperature": 0.8}
 BAD: dict[str, list[Any]] = {
-    "model": ["no", 1], "prompt": [[], [[]], {}, True, [1, "a"], [999], [-1], "a" * 9999],
-    "max_tokens": [0, "9", 1.5, True], "n": [0, 65, {}, 10**400], "seed": [-1, 2**70, "x"],
-    "temperature": [-1, "hot", float("nan"), float("inf")], "stop": [5, [1], {}, ["a"] * 99],
-    "stream": [1, "yes"], "logprobs": [-1, "a", True], "echo": [True], "\ud800": ["\ud800"],
+    "model": ["no", 1], "prompt": [[], [[]], {}, [1, "a"], [999], "a" * 9999], "n": [0, 10**400],
+    "temperature": [-1, "hot", float("nan")], "seed": [2**70], "stop": [5, ["a"] * 99],
+    "max_tokens": [0, True], "logprobs": [-1, "a", True], "stream": ["yes"], "\ud800": ["\ud800"],
 }  # fmt: skip
 
 

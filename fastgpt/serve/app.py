@@ -1,17 +1,17 @@
 """The HTTP interface, which is OpenAI's: models, completions and chat completions."""
 
 import asyncio
-import hmac
 import json
 import re
 import secrets
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import Full
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,7 +25,6 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from torch import Tensor
@@ -35,20 +34,22 @@ from fastgpt.errors import UserError
 from fastgpt.model.drawing import OPTIONS
 from fastgpt.model.generation import check_tokens
 from fastgpt.sampling.chat import Template, encode, refuse_special
-from fastgpt.sampling.streaming import Continuation, Piece, Token
+from fastgpt.sampling.streaming import Continuation, Piece
 from fastgpt.sampling.text import encode_prompt
-from fastgpt.serve.engine import BusyError, Engine, Job
+from fastgpt.serve.engine import Engine, Job
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 LONGEST_BODY = 2**22
 """Bytes of the longest request."""
 MOST = 64
 """Most texts of a request: prompts times `n`."""
+SECONDS = 600.0
+"""Time after which a request is ended."""
 LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.I)
 """Hosts that answer without a token: another name in a browser may lead to this machine, too."""
 STATUSES = {
-    UserError: 400, ValidationError: 400, ClientDisconnect: 400, BusyError: 429,
-    TimeoutError: 503, ConnectionAbortedError: 503, Exception: 500,
+    UserError: 400, ValidationError: 400, ClientDisconnect: 400, Full: 429, OSError: 503,
+    Exception: 500,
 }  # fmt: skip
 PAGE = Path(__file__).with_name("page.html")
 
@@ -111,6 +112,10 @@ class Chat(Asked):
     top_logprobs: int = Field(0, ge=0, le=20)
 
 
+Either = Completion | Chat
+Pieces = AsyncIterator[tuple[int, Piece]]
+
+
 def as_json(content: Any, status: int = 200) -> Response:
     # in ASCII, because a tokenizer may know halves of surrogate pairs, which UTF-8 does not
     return Response(json.dumps(content), status, media_type="application/json")
@@ -130,24 +135,16 @@ async def as_error(_: Any, error: Exception) -> Response:
     return as_json({"error": content}, status)
 
 
+@dataclass(kw_only=True)
 class Server:
-    """A model that is served, and its answers to requests.
+    """A model that is served, and its answers to requests."""
 
-    Args:
-        token: what clients must send as `Authorization: Bearer`; None: nothing.
-        seconds: time after which a request is ended.
-    """
-
-    def __init__(
-        self, name: str, engine: Engine, tokenizer: Tokenizer, template: Template | None = None, *,
-        token: str | None = None, seconds: float = 600.0,
-    ) -> None:  # fmt: skip
-        self.engine, self.tokenizer, self.template = engine, tokenizer, template
-        self.token, self.seconds = token, seconds
-        self.model = {
-            "id": name, "object": "model", "created": int(time.time()), "owned_by": "fastgpt",
-            "context": engine.model.config.context, "chat": template is not None,
-        }  # fmt: skip
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    template: Template | None = None
+    token: str | None = None
+    """What clients must send as `Authorization: Bearer`; None: nothing."""
 
     def app(self) -> FastAPI:
         """Returns the interface."""
@@ -156,7 +153,11 @@ class Server:
         api = APIRouter(prefix="/v1", dependencies=[Depends(self._admit)])
         for path, kind in (("/completions", Completion), ("/chat/completions", Chat)):
             api.add_api_route(path, partial(self._answer, kind), methods=["POST"])
-        api.add_api_route("/models", lambda: as_json({"object": "list", "data": [self.model]}))
+        model = {
+            "id": self.name, "object": "model", "created": int(time.time()), "owned_by": "fastgpt",
+            "context": self.engine.model.config.context, "chat": self.template is not None,
+        }  # fmt: skip
+        api.add_api_route("/models", lambda: as_json({"object": "list", "data": [model]}))
         app.add_api_route("/health", self._health)
         app.add_api_route("/", lambda: FileResponse(PAGE))
         app.include_router(api)
@@ -164,7 +165,7 @@ class Server:
 
     async def _admit(self, request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
-        if self.token and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+        if self.token and not secrets.compare_digest(given, f"Bearer {self.token}".encode()):
             raise HTTPException(401, "expected the header Authorization: Bearer TOKEN")
         if not self.token and not LOCAL.fullmatch(request.headers.get("host", "")):
             raise HTTPException(403, "expected localhost in the header Host")
@@ -173,7 +174,7 @@ class Server:
         counts = {"running": len(self.engine.running), "waiting": len(self.engine.waiting)}
         return as_json({"status": "ok", **counts})
 
-    async def _answer(self, kind: type[Completion | Chat], request: Request) -> Response:
+    async def _answer(self, kind: type[Either], request: Request) -> Response:
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             raise HTTPException(415, "expected the header Content-Type: application/json")
         body = b""
@@ -182,7 +183,7 @@ class Server:
             if len(body) > LONGEST_BODY:
                 raise HTTPException(413, f"expected at most {LONGEST_BODY:,} bytes")
         asked = kind.model_validate_json(body)
-        if asked.model != self.model["id"]:
+        if asked.model != self.name:
             raise HTTPException(404, f"there is no model {asked.model!r}")
         events, loop = asyncio.Queue(), asyncio.get_running_loop()
 
@@ -190,14 +191,14 @@ class Server:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        jobs = await run_in_threadpool(self._jobs, asked, put)
+        jobs = await asyncio.to_thread(self._jobs, asked, put)
         self.engine.submit(jobs)
         hung_up = asyncio.ensure_future(request.receive())  # what follows the body
         hung_up.add_done_callback(lambda _: jobs[0].gone.set())
         pieces = _pieces(events, len(jobs), hung_up)
         chunk = ".chunk" if asked.stream else ""
         about = {
-            "id": uuid.uuid4().hex, "created": int(time.time()), "model": asked.model,
+            "id": secrets.token_hex(16), "created": int(time.time()), "model": asked.model,
             "object": f"chat.completion{chunk}" if kind is Chat else "text_completion",
         }  # fmt: skip
         if asked.stream:
@@ -209,7 +210,7 @@ class Server:
         choices = [self._choice(asked, *each, role="assistant") for each in enumerate(whole)]
         return as_json(about | {"choices": choices, "usage": usage(asked, jobs)})
 
-    def _jobs(self, asked: Completion | Chat, put: Callable[..., None]) -> list[Job]:
+    def _jobs(self, asked: Either, put: Callable[..., None]) -> list[Job]:
         """Encodes the prompts of a request; `n` texts of the first come first."""
         config, jobs, gone = self.engine.model.config, [], threading.Event()
         options = asked.model_dump(include={*OPTIONS})
@@ -231,19 +232,17 @@ class Server:
             check_tokens(ids[None], config)
             room = config.context + 1 - len(ids)
             if room < 1:
-                found = f"the prompt has {len(ids):,} tokens"
-                raise UserError(f"{found}: expected at most {config.context:,}")
+                found, most = len(ids), config.context
+                raise UserError(f"the prompt has {found:,} tokens: expected at most {most:,}")
             options["generator"] = torch.Generator().manual_seed(asked.seed + len(jobs))
             options["max_new_tokens"] = min(asked.max_tokens or room, room)
-            text = Continuation(self.tokenizer, ids, **options)
-            ends = time.monotonic() + self.seconds
+            text, ends = Continuation(self.tokenizer, ids, **options), time.monotonic() + SECONDS
             jobs.append(Job(ids, text, partial(put, len(jobs)), ends, gone))
         return jobs
 
     async def _events(
-        self, asked: Completion | Chat, about: dict[str, Any], jobs: list[Job],
-        pieces: AsyncIterator[tuple[int, Piece]],
-    ) -> AsyncIterator[str]:  # fmt: skip
+        self, asked: Either, about: dict[str, Any], jobs: list[Job], pieces: Pieces
+    ) -> AsyncIterator[str]:
         """Yields an answer as server-sent events."""
 
         def event(choices: list[dict[str, Any]], **more: Any) -> str:
@@ -262,32 +261,29 @@ class Server:
         except Exception as error:  # the status has been sent
             yield f"data: {(await as_error(None, error)).body.decode()}\n\n"
 
-    def _choice(
-        self, asked: Completion | Chat, index: int, piece: Piece, **role: str
-    ) -> dict[str, Any]:
+    def _choice(self, asked: Either, index: int, piece: Piece, **role: str) -> dict[str, Any]:
         """Returns a piece, or a whole text, in OpenAI's form."""
-        choice = {"index": index, "finish_reason": piece.finish, "logprobs": None}
-        if isinstance(asked, Chat):
-            choice["delta" if asked.stream else "message"] = role | {"content": piece.text}
-        else:
-            choice["text"] = piece.text
-        if asked.logprobs not in (None, False):
-            choice["logprobs"] = self._logprobs(piece.tokens, isinstance(asked, Chat))
-        return choice
+        decode, tokens, logprobs = self.tokenizer.decode, piece.tokens, None
 
-    def _logprobs(self, tokens: list[Token], chat: bool) -> dict[str, Any]:
         def entry(id: int, logprob: float) -> dict[str, Any]:
-            return {"token": self.tokenizer.decode([id]), "logprob": logprob, "bytes": None}
+            return {"token": decode([id]), "logprob": logprob, "bytes": None}
 
-        each = [(entry(x.id, x.logprob), [entry(*top) for top in x.top]) for x in tokens]
-        if chat:
-            return {"content": [one | {"top_logprobs": top} for one, top in each]}
-        return {
-            "tokens": [one["token"] for one, _ in each],
-            "token_logprobs": [one["logprob"] for one, _ in each],
-            "top_logprobs": [{x["token"]: x["logprob"] for x in top} for _, top in each],
-            "text_offset": [x.offset for x in tokens],
-        }
+        if isinstance(asked, Chat):
+            said = {"delta" if asked.stream else "message": role | {"content": piece.text}}
+            if asked.logprobs:
+                tops = ({"top_logprobs": [entry(*top) for top in x.top]} for x in tokens)
+                scored = [entry(x.id, x.logprob) | top for x, top in zip(tokens, tops)]
+                logprobs = {"content": scored}
+        else:
+            said = {"text": piece.text}
+            if asked.logprobs is not None:
+                logprobs = {
+                    "tokens": [decode([x.id]) for x in tokens],
+                    "token_logprobs": [x.logprob for x in tokens],
+                    "top_logprobs": [{decode([id]): y for id, y in x.top} for x in tokens],
+                    "text_offset": [x.offset for x in tokens],
+                }
+        return {"index": index, "finish_reason": piece.finish, "logprobs": logprobs, **said}
 
 
 def _conversation(messages: list[Message], tokenizer: Tokenizer, template: Template) -> Tensor:
@@ -303,15 +299,12 @@ def _conversation(messages: list[Message], tokenizer: Tokenizer, template: Templ
 
 
 def usage(asked: Asked, jobs: list[Job]) -> dict[str, int]:
-    prompts = sum(len(job.prompt) for job in jobs[:: asked.n])
+    read = sum(len(job.prompt) for job in jobs[:: asked.n])
     drawn = sum(job.length + 1 - len(job.prompt) for job in jobs)
-    total = prompts + drawn
-    return {"prompt_tokens": prompts, "completion_tokens": drawn, "total_tokens": total}
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
-async def _pieces(
-    events: asyncio.Queue, left: int, hung_up: asyncio.Future
-) -> AsyncIterator[tuple[int, Piece]]:
+async def _pieces(events: asyncio.Queue, left: int, hung_up: asyncio.Future) -> Pieces:
     """Yields the pieces of all texts as they come, with their numbers."""
     try:
         while left:

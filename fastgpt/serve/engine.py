@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from queue import Full
 
 import torch
 from torch import Tensor
@@ -15,10 +16,6 @@ from fastgpt.kernels import batch_invariant
 from fastgpt.model.gpt import GPT
 from fastgpt.ops.kv_cache import Cache
 from fastgpt.sampling.streaming import Continuation, Piece
-
-
-class BusyError(Exception):
-    """As many texts wait as may."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,10 +69,10 @@ class Engine:
         self._thread.start()
 
     def submit(self, jobs: list[Job]) -> None:
-        """Lets texts wait for a slot; raises `BusyError` if too many do."""
+        """Lets texts wait for a slot; raises `queue.Full` if too many do."""
         with self._changed:
             if len(self.waiting) + len(jobs) > self.queue:
-                raise BusyError(f"{len(self.waiting)} texts wait already: try again later")
+                raise Full(f"{len(self.waiting)} texts wait already: try again later")
             self.waiting.extend(jobs)
             self._changed.notify()
 

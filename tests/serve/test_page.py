@@ -54,12 +54,6 @@ class Browser:
             assert time.monotonic() < ends, (condition, self.run("document.body.innerText"))
             time.sleep(0.02)
 
-    def shot(self, name: str) -> None:
-        """Keeps a picture where PAGE_SHOTS names a folder."""
-        if folder := os.environ.get("PAGE_SHOTS"):
-            data = self.call("Page.captureScreenshot")["data"]
-            Path(folder, f"{name}.png").write_bytes(base64.b64decode(data))
-
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
@@ -99,7 +93,9 @@ def test_a_person_can_talk_with_the_model(browser, model, chat):  # noqa: F811
         for scheme in ("light", "dark"):
             features = [{"name": "prefers-color-scheme", "value": scheme}]
             browser.call("Emulation.setEmulatedMedia", features=features)
-            browser.shot(f"{'chat' if chat else 'text'}-{scheme}")
+            if folder := os.environ.get("PAGE_SHOTS"):  # to look at
+                data = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
+                Path(folder, f"chat-{chat}-{scheme}.png").write_bytes(data)
         assert run("getComputedStyle(document.body).backgroundColor") == "rgb(23, 24, 26)"
         run("max_tokens.value = 0; ask.value = 'ho'; send.click()")
         until("document.querySelector('.error')?.textContent.includes('max_tokens')")
