@@ -107,8 +107,7 @@ def main(argv: list[str]) -> None:
         write_run(OpenedModel(run, config, weights, ByteTokenizer()), run)
         command = f"{sys.executable} -m fastgpt.serve {run} --port {PORT} --precision fp32"
         with subprocess.Popen(command.split(), stderr=subprocess.PIPE) as server:
-            assert server.stderr is not None
-            server.stderr.readline()
+            next(iter(server.stderr or ()))  # it tells where it listens just before it does
             time.sleep(1)
             try:
                 asyncio.run(measure(bench, server.pid))

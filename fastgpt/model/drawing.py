@@ -30,13 +30,13 @@ def draw(
     if temperature < COLDEST:
         return logits.argmax(-1)
     shares = (logits / temperature).softmax(-1)
-    narrow = top_p is not None and top_p < 1
-    if top_k is not None or narrow or min_p:
+    most = 1.0 if top_p is None else top_p
+    if top_k is not None or most < 1 or min_p:
         # in order of their size; exactly k even with ties, unlike a threshold
         kept, order = shares.topk(min(top_k or shares.shape[-1], shares.shape[-1]))
-        if narrow:  # the likeliest token always stays: in fp32 p may be 0
+        if most < 1:  # the likeliest token always stays: in fp32 p may be 0
             before = (kept.cumsum(-1) - kept) / kept.sum(-1, keepdim=True)
-            kept[:, 1:] *= before[:, 1:] < top_p
+            kept[:, 1:] *= before[:, 1:] < most
         kept *= kept >= (min_p or 0) * kept[:, :1]
         shares = torch.zeros_like(shares).scatter(-1, order, kept)
     if isinstance(generator, Sequence):

@@ -259,7 +259,7 @@ class Server:
                 yield event([], usage=usage(asked, jobs))
             yield "data: [DONE]\n\n"
         except Exception as error:  # the status has been sent
-            yield f"data: {(await as_error(None, error)).body.decode()}\n\n"
+            yield f"data: {bytes((await as_error(None, error)).body).decode()}\n\n"
 
     def _choice(self, asked: Either, index: int, piece: Piece, **role: str) -> dict[str, Any]:
         """Returns a piece, or a whole text, in OpenAI's form."""

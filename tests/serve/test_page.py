@@ -25,9 +25,8 @@ class Browser:
             f'exec "{CHROMIUM}" --headless --no-sandbox --disable-gpu --window-size=900,700'
             f' --remote-debugging-pipe --user-data-dir="{folder}" 3<&{theirs} 4>&{answers}'
         )
-        self.process = subprocess.Popen(
-            ["bash", "-c", command], pass_fds=(theirs, answers), stderr=subprocess.DEVNULL
-        )
+        options = {"pass_fds": (theirs, answers), "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(["bash", "-c", command], **options)
         os.close(theirs), os.close(answers)
         self.to, self.back, self.page = os.fdopen(to, "wb"), os.fdopen(back, "rb"), {}
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -78,15 +77,13 @@ def test_a_person_can_talk_with_the_model(browser, model, chat):  # noqa: F811
         begun = run("said.lastElementChild.textContent")
         run("again.click()")
         until("!running && state.textContent.includes('a second (length)')")
-        assert (
-            run("[said.children.length, said.firstElementChild.textContent].join()") == "2,hi <b>"
-        )
+        assert run("said.children.length + said.firstElementChild.textContent") == "2hi <b>"
         again = run("said.lastElementChild.textContent")
         assert again.startswith(begun)
         assert len(again) > len(begun)
         run("shown = document.querySelector('[data-shown]'); shown.scrollIntoView()")
         place = json.loads(run("JSON.stringify(shown.getBoundingClientRect())"))
-        at = {"x": place["x"] + 2, "y": place["y"] + 2}
+        at = {name: place[name] + 2 for name in "xy"}
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
         until("!tip.hidden && tip.textContent.split('\\n').length >= 3")
         assert ' %  "' in run("tip.textContent")
