@@ -84,33 +84,26 @@ def test_greedy_texts_of_a_batch_are_those_of_each_alone(options, mode, capsys):
     assert not fastgpt.kernels.is_batch_invariant()
 
 
-def test_the_queue_is_limited_and_texts_that_end_early_leave_no_trace(monkeypatch):
+def test_the_queue_is_limited_and_texts_that_end_early_leave_no_trace():
+    jobs = [job(ids) for ids in ([1], [99], [1], [1], [1])]  # 99 is outside of the vocabulary
+    (first, failed, late, left, more), go = (each for each, _ in jobs), threading.Event()
+    first.put = lambda piece: go.wait(60)
     model = sharp(num_heads=2, dim=16, vocab_size=30)
-    go, forward = threading.Event(), model.forward
-
-    def failing_first(tokens, **options):
-        if go.is_set() or tokens.shape[1] == 1:
-            return forward(tokens, **options)
-        go.wait(60)
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(model, "forward", failing_first)
-    (failed, a), (late, b), (left, c), (more, d) = (job([1, 2]) for _ in range(4))
-    with closing(Engine(model, slots=1, queue=2)) as engine:
-        engine.submit([failed])
+    with closing(Engine(model, slots=1, queue=3)) as engine:
+        engine.submit([first])
         while engine.waiting:
             time.sleep(0.01)
-        engine.submit([late, left])
-        with pytest.raises(queue.Full, match="2 texts wait already: try again later"):
+        engine.submit([failed, late, left])
+        with pytest.raises(queue.Full, match="3 texts wait already: try again later"):
             engine.submit([more])
         late.deadline = 0.0
         left.gone.set()
         go.set()
-        for tokens, error in ((a, RuntimeError), (b, TimeoutError), (c, ConnectionAbortedError)):
+        for (_, tokens), error in zip(jobs[1:], (UserError, TimeoutError, ConnectionAbortedError)):
             with pytest.raises(error):
                 tokens()
         engine.submit([more])
-        assert len(d()) == 5
+        assert len(jobs[4][1]()) == 5
         assert (engine.running, [*engine.waiting]) == ([], [])
 
 
