@@ -18,6 +18,7 @@ from fastgpt.convert.source import open_model
 from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
+from fastgpt.model.drawing import OPTIONS
 from fastgpt.model.int8 import to_int8
 from fastgpt.sampling.chat import talk, template_of
 from fastgpt.sampling.streaming import stream
@@ -116,16 +117,8 @@ def main(argv: list[str]) -> None:
         raise UserError(str(error).replace("--ops.decode", "--decode")) from error
     if tokenizer is None:
         raise UserError(f"{config.run} has no tokenizer: expected tokenizer.json beside the model")
-    options = {
-        "max_new_tokens": config.tokens,
-        "temperature": config.temperature,
-        "top_k": config.top_k,
-        "top_p": config.top_p,
-        "min_p": config.min_p,
-        "repetition_penalty": config.repetition_penalty,
-        "stop": config.stop,
-        "exact": config.exact,
-    }
+    options = {name: getattr(config, name) for name in (*OPTIONS, "stop", "exact")}
+    options["max_new_tokens"] = config.tokens
     autocast = device.autocast(on, precision)
     if config.chat:
         template = template_of(found.hf_sidecars)

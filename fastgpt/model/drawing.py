@@ -1,83 +1,45 @@
 """Drawing of the next token from logits (B, V): B rows, V the vocabulary."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
 
+OPTIONS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+"""Names of the options, in the order in which they are applied."""
 COLDEST = 1e-6
 """Lowest temperature that logits are divided by; below it the likeliest token has it all."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drawing:
-    """Options of drawing a token, those of `generate`, applied in the order of the fields."""
+def draw(
+    logits: Tensor, seen: Tensor, generator: Generator | Sequence[Generator] | None = None, *,
+    repetition_penalty: float = 1.0, temperature: float = 1.0, top_k: int | None = None,
+    top_p: float | None = None, min_p: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Draws a token for each row, (B,) int64, from logits on the CPU, fp32.
 
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    The options are those of `generate`.
 
-    def draw(
-        self,
-        logits: Tensor,
-        generator: Generator | Sequence[Generator] | None = None,
-        seen: Tensor | None = None,
-    ) -> Tensor:
-        """Draws a token for each row, (B,) int64, from logits on the CPU, fp32.
-
-        Args:
-            generator: one for all rows, or one for each.
-            seen: bool (B, V), tokens that the penalty makes less likely; None: no penalty.
-        """
-        if seen is not None:
-            factor = self.repetition_penalty
-            less = torch.where(logits > 0, logits / factor, logits * factor)
-            logits = torch.where(seen, less, logits)
-        if self.temperature < COLDEST:
-            return logits.argmax(-1)
-        kept = _nucleus(_top(logits / self.temperature, self.top_k), self.top_p)
-        shares = _likely(kept, self.min_p).softmax(-1)
-        if isinstance(generator, Sequence):
-            pairs = zip(shares, generator, strict=True)
-            return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in pairs])
-        return torch.multinomial(shares, 1, generator=generator)[:, 0]
-
-    def seen_in(self, tokens: Tensor, counts: Tensor, vocab_size: int) -> Tensor | None:
-        """Returns which tokens rows (B, T) have where `counts`, (B, V); None without a penalty."""
-        if self.repetition_penalty == 1:
-            return None
-        counts = counts & (tokens < vocab_size)
-        seen = torch.zeros(len(tokens), vocab_size, dtype=torch.bool)
-        seen[counts.nonzero()[:, 0], tokens[counts]] = True
-        return seen
-
-
-def _top(logits: Tensor, k: int | None) -> Tensor:
-    """Sets all but the k largest of each row of logits (B, V) to -inf."""
-    if k is None or k >= logits.shape[-1]:
-        return logits
-    values, ids = logits.topk(k)  # exactly k even with ties, unlike a threshold
-    return torch.full_like(logits, float("-inf")).scatter(-1, ids, values)
-
-
-def _nucleus(logits: Tensor, p: float | None) -> Tensor:
-    """Sets logits (B, V) outside the smallest set of tokens that reaches probability p to -inf."""
-    if p is None or p >= 1:
-        return logits
-    ordered, order = logits.sort(descending=True)
-    probability = ordered.softmax(-1)
-    before = probability.cumsum(-1) - probability
-    rest = before >= p
-    rest[:, 0] = False  # the likeliest token always stays: in fp32 p may be 0
-    return logits.masked_fill(rest.gather(-1, order.argsort(-1)), float("-inf"))
-
-
-def _likely(logits: Tensor, p: float | None) -> Tensor:
-    """Sets logits (B, V) of tokens with less than p of the likeliest's probability to -inf."""
-    if not p:
-        return logits
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), float("-inf"))
+    Args:
+        seen: bool (B, V), tokens that the penalty makes less likely.
+        generator: one for all rows, or one for each.
+    """
+    if repetition_penalty != 1:
+        less = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
+        logits = torch.where(seen, less, logits)
+    if temperature < COLDEST:
+        return logits.argmax(-1)
+    shares = (logits / temperature).softmax(-1)
+    most = 1.0 if top_p is None else top_p
+    if top_k is not None or most < 1 or min_p:
+        # in order of their size; exactly k even with ties, unlike a threshold
+        kept, order = shares.topk(min(top_k or shares.shape[-1], shares.shape[-1]))
+        if most < 1:  # the likeliest token always stays: in fp32 p may be 0
+            before = (kept.cumsum(-1) - kept) / kept.sum(-1, keepdim=True)
+            kept[:, 1:] *= before[:, 1:] < most
+        kept *= kept >= (min_p or 0) * kept[:, :1]
+        shares = torch.zeros_like(shares).scatter(-1, order, kept)
+    if isinstance(generator, Sequence):
+        pairs = zip(shares, generator, strict=True)
+        return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in pairs])
+    return torch.multinomial(shares, 1, generator=generator)[:, 0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError
 from fastgpt.kernels import batch_invariant, is_batch_invariant
-from fastgpt.model.drawing import Drawing
+from fastgpt.model.drawing import draw
 from fastgpt.ops.kv_cache import Cache
 
 
@@ -76,20 +76,21 @@ def generate(
     filler = 0 if stop_id is None else stop_id
     prompt = torch.full((B,), T) if lengths is None else lengths
     over = torch.arange(T) >= prompt[:, None]
-    drawing = Drawing(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )  # fmt: skip
-    seen = drawing.seen_in(tokens.cpu(), ~over, vocab_size)
+    options: dict[str, Any] = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }  # fmt: skip
+    texts = tokens.cpu().where(~over, tokens[:, :1].cpu())  # no padding
+    seen = torch.zeros(B, model.config.vocab_size, dtype=torch.bool).scatter(1, texts, True)
     tokens = tokens.masked_fill(over.to(tokens.device), filler)
     tokens = F.pad(tokens, (0, max_new_tokens), value=filler)
     rows, ended = torch.arange(B), torch.zeros(B, dtype=torch.bool)
     for step, logits in enumerate(following(model, tokens, prompt, T, exact=exact)):
-        drawn = drawing.draw(logits[:, :vocab_size].float().cpu(), generator, seen)
+        logits = logits[:, :vocab_size].float().cpu()
+        drawn = draw(logits, seen[:, :vocab_size], generator, **options)
+        seen[rows, drawn] = True
         drawn = drawn.masked_fill(ended, filler)
         tokens[rows, prompt + step] = drawn.to(tokens.device)
-        if seen is not None:
-            seen[rows, drawn] = True
         if stop_id is not None:
             ended |= drawn == stop_id
             if ended.all():

@@ -21,7 +21,7 @@ from fastgpt.errors import UserError, reason
 from fastgpt.files import parse_json
 from fastgpt.model.gpt import GPT
 from fastgpt.sampling import templating
-from fastgpt.sampling.streaming import Piece, stream
+from fastgpt.sampling.streaming import stream
 from fastgpt.sampling.templating import CHATML, Messages
 from fastgpt.terminal import print_stream
 
@@ -242,35 +242,26 @@ def _encoded(messages: Messages, tokenizer: Tokenizer, template: Template, conte
 # --- talking --------------------------------------------------------------------------------------
 
 
-def answer(
-    model: GPT, tokenizer: Tokenizer, template: Template, messages: Messages, **options: Any
-) -> Iterator[Piece]:
-    """Yields the model's answer to a conversation piece by piece, as `fastgpt.stream` does.
-
-    Raises:
-        UserError: the conversation is longer than the context.
-    """
-    ids, _ = encode(tokenizer, template.pieces(messages))
-    if len(ids) >= model.config.context:
-        raise UserError(
-            f"the conversation has {len(ids):,} tokens: expected fewer than the model's context,"
-            f" {model.config.context:,}"
-        )
-    stop = [template.end_of_turn(), *options.pop("stop", ())]
-    yield from stream(model, tokenizer, torch.from_numpy(ids), stop=stop, strip=True, **options)
-
-
 def talk(model: GPT, tokenizer: Tokenizer, template: Template, **options: Any) -> None:
     """Answers each line of standard input, as one conversation, until it ends.
 
     When it is longer than the context, its oldest turns are left out. Ctrl-C ends an answer.
+
+    Raises:
+        UserError: a line is longer than the context.
     """
     messages: Messages = []
+    options["stop"] = [template.end_of_turn(), *options.get("stop", ())]
+    context = model.config.context
     for line in filter(str.strip, sys.stdin):
         messages.append({"role": "user", "content": line.strip()})
-        context = model.config.context
-        while messages[1:] and len(encode(tokenizer, template.pieces(messages))[0]) >= context:
+        while len(ids := encode(tokenizer, template.pieces(messages))[0]) >= context:
+            if len(messages) == 1:
+                raise UserError(
+                    f"the conversation has {len(ids):,} tokens: expected fewer than the model's"
+                    f" context, {context:,}"
+                )
             messages = messages[2:]
-        pieces = answer(model, tokenizer, template, messages, **options)
+        pieces = stream(model, tokenizer, torch.from_numpy(ids), strip=True, **options)
         said = print_stream(map(str, pieces), interruptible=True)
         messages.append({"role": "assistant", "content": said})

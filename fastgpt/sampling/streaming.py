@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from fastgpt.data.tokenizers import Tokenizer
-from fastgpt.model.drawing import Drawing
+from fastgpt.model.drawing import draw
 from fastgpt.model.generation import check_tokens, following
 from fastgpt.model.gpt import GPT
 from fastgpt.sampling.text import encode_prompt
@@ -26,7 +27,7 @@ class Token:
     id: int
     offset: int
     """Index of its first character in the continuation."""
-    logprob: float | None
+    logprob: float
     """Natural logarithm of its probability before temperature and other options."""
     top: list[tuple[int, float]]
     """The likeliest ids and their log-probabilities."""
@@ -57,14 +58,13 @@ class Continuation:
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Tensor, *, max_new_tokens: int,
-        stop: Sequence[str] = (), logprobs: int | None = None, strip: bool = False,
-        generator: torch.Generator | None = None, **options: Any,
+        stop: Sequence[str] = (), logprobs: int = 0, strip: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         self.tokenizer, self.left, self.last, self.text = tokenizer, max_new_tokens, -1, ""
         self.stop, self.logprobs, self.strip = [*filter(None, stop)], logprobs, strip
-        self.generator, self.drawing = generator, Drawing(**options)
-        counts = torch.ones_like(prompt[None], dtype=torch.bool)
-        self.seen = self.drawing.seen_in(prompt[None], counts, tokenizer.vocab_size)
+        self.draw = partial(draw, **options)
+        self.seen = torch.zeros(1, tokenizer.vocab_size, dtype=torch.bool)
+        self.seen[0, prompt[prompt < tokenizer.vocab_size]] = True
         # the newest ids: first the context, a text that is complete
         self.ids, self.context = prompt.tolist(), len(prompt)
         self.decoded = len(tokenizer.decode(self.ids))
@@ -73,13 +73,15 @@ class Continuation:
     def add(self, logits: Tensor) -> Piece:
         """Draws a token from logits (V,), and returns the text that has become certain."""
         logits = logits[None, : self.tokenizer.vocab_size].float().cpu()
-        self.last = int(self.drawing.draw(logits, self.generator, self.seen))
+        self.last = int(self.draw(logits, self.seen))
+        self.seen[0, self.last] = True
         self.left -= 1
-        if self.seen is not None:
-            self.seen[0, self.last] = True
         ended = self.last == self.tokenizer.eot_id
         if not ended:
-            self.pending.append(Token(self.last, len(self.text), *self._scores(logits[0])))
+            scores = logits[0].log_softmax(-1)
+            top = scores.topk(min(self.logprobs, len(scores)))
+            pairs = [*zip(top.indices.tolist(), top.values.tolist())]
+            self.pending.append(Token(self.last, len(self.text), float(scores[self.last]), pairs))
             self.ids.append(self.last)
         self._decode(last=ended or not self.left)
         found = [i for i in (self.text.find(stop, self.sent) for stop in self.stop) if i >= 0]
@@ -87,13 +89,6 @@ class Continuation:
             self.text = self.text[: min(found)]
             self.pending = [token for token in self.pending if token.offset < min(found)]
         return self._piece("stop" if found or ended else None if self.left else "length")
-
-    def _scores(self, logits: Tensor) -> tuple[float | None, list[tuple[int, float]]]:
-        if self.logprobs is None:
-            return None, []
-        scores = logits.log_softmax(-1)
-        values, ids = scores.topk(min(self.logprobs, len(scores)))
-        return float(scores[self.last]), [*zip(ids.tolist(), values.tolist())]
 
     def _decode(self, last: bool) -> None:
         """Adds the text of the newest id, unless it is the last without half a character."""
@@ -150,12 +145,10 @@ def stream(
     ids = encode_prompt(prompt, tokenizer) if isinstance(prompt, str) else prompt.cpu()
     check_tokens(ids[None], model.config)
     text = Continuation(tokenizer, ids, **options)
-    device = next(model.parameters()).device
-    tokens = F.pad(ids[None], (0, text.left)).to(device)
+    tokens = F.pad(ids[None], (0, text.left)).to(next(model.parameters()).device)
     for logits in following(model, tokens, torch.tensor([len(ids)]), len(ids), exact=exact):
-        place = tokens.shape[1] - text.left
         piece = text.add(logits[0])
-        tokens[0, place] = text.last
+        tokens[0, -1 - text.left] = text.last
         yield piece
         if piece.finish:
             break

@@ -1,17 +1,16 @@
 """Serves a model: `python -m fastgpt.serve MODEL`, for OpenAI's clients and for browsers."""
 
-import ipaddress
 import os
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from fastgpt import flags
-from fastgpt.config.checks import POSITIVE, Range, check_fields
+from fastgpt.config.checks import Range, check_fields
 from fastgpt.convert.source import open_model
 from fastgpt.device import device
 from fastgpt.display import command
@@ -34,10 +33,6 @@ class ServeConfig:
     """Port to listen on."""
     slots: Annotated[int, Range(words="1 to 1,024", ge=1, le=1024)] = 16
     """Number of texts that are generated at once; the cache of each is as long as the context."""
-    queue: Annotated[int, Range(words="64 or more", ge=64)] = 128
-    """Number of further texts that may wait; requests beyond are refused with status 429."""
-    seconds: Annotated[float, POSITIVE] = 600.0
-    """Time after which a request is ended."""
     exact: bool = False
     """Computation in which a text does not depend on the others of the batch."""
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = "auto"
@@ -49,9 +44,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        local = self.host == "localhost"
-        with suppress(ValueError):
-            local = local or ipaddress.ip_address(self.host).is_loopback
+        local = self.host in ("localhost", "127.0.0.1", "::1")
         if not local and not os.environ.get("FASTGPT_TOKEN"):
             raise UserError(
                 f"--host is {self.host}, which other machines can reach: expected a token of your"
@@ -75,29 +68,19 @@ def main(argv: list[str]) -> None:
     precision = device.pick_precision(config.precision, on, "--precision")
     found = open_model(config.model)
     if found.tokenizer is None:
-        raise UserError(
-            f"{config.model} has no tokenizer: expected tokenizer.json beside the model"
-        )
-    template = template_of(found.hf_sidecars)
-    model = found.build_gpt(on)
+        raise UserError(f"{found.path} has no tokenizer: expected tokenizer.json beside the model")
+    model, autocast = found.build_gpt(on), partial(device.autocast, on, precision)
     if config.weights == "int8":
         to_int8(model, exact=config.exact)
-    engine = Engine(
-        model, slots=config.slots, queue=config.queue, exact=config.exact,
-        autocast=partial(device.autocast, on, precision),
-    )  # fmt: skip
+    engine = Engine(model, slots=config.slots, exact=config.exact, autocast=autocast)
     server = Server(
-        Path(config.model).name, engine, found.tokenizer, template,
-        token=os.environ.get("FASTGPT_TOKEN"), seconds=config.seconds,
+        name=Path(config.model).name, engine=engine, tokenizer=found.tokenizer,
+        template=template_of(found.hf_sidecars), token=os.environ.get("FASTGPT_TOKEN"),
     )  # fmt: skip
-    print_line(f"serving {server.model['id']} at http://{config.host}:{config.port}")
-    try:
-        uvicorn.run(
-            server.app(), host=config.host, port=config.port, log_level="warning",
-            timeout_graceful_shutdown=3,
-        )  # fmt: skip
-    finally:
-        engine.close()
+    print_line(f"serving {server.name} at http://{config.host}:{config.port}")
+    listen: dict[str, Any] = {"host": config.host, "port": config.port}
+    with closing(engine):
+        uvicorn.run(server.app(), **listen, log_level="warning", timeout_graceful_shutdown=3)
 
 
 if __name__ == "__main__":

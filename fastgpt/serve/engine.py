@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from queue import Full
 
 import torch
 from torch import Tensor
@@ -15,10 +16,6 @@ from fastgpt.kernels import batch_invariant
 from fastgpt.model.gpt import GPT
 from fastgpt.ops.kv_cache import Cache
 from fastgpt.sampling.streaming import Continuation, Piece
-
-
-class BusyError(Exception):
-    """As many texts wait as may."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,14 +29,14 @@ class Job:
     """Called in the engine's thread with each piece, or the error that ends it; never fails."""
     deadline: float
     """Time by `time.monotonic` at which it is ended."""
-    abandoned: bool = False
+    gone: threading.Event
     """Set in any thread to free its slot before the next token."""
     length: int = 0
     """Number of tokens in the cache."""
 
     def error(self) -> Exception | None:
         """Returns why it ends before its text does, if it does."""
-        if self.abandoned:
+        if self.gone.is_set():
             return ConnectionAbortedError("nobody waits for the text any more")
         return TimeoutError("the time is over") if time.monotonic() > self.deadline else None
 
@@ -64,16 +61,18 @@ class Engine:
         self.model, self.slots, self.queue = model, slots, queue
         self.running, self.waiting = list[Job](), deque[Job]()
         self._changed, self._closed = threading.Condition(), False
-        with autocast(), torch.no_grad():
-            self._allocate()
+        self.device = next(model.parameters()).device
+        self.whole = Cache(model.config, slots, model.config.context, self.device)
+        with autocast(), torch.no_grad():  # a first token allocates the layers
+            model(torch.zeros(slots, 1, dtype=torch.int64, device=self.device), cache=self.whole)
         self._thread = threading.Thread(target=self._run, args=(exact, autocast), daemon=True)
         self._thread.start()
 
     def submit(self, jobs: list[Job]) -> None:
-        """Lets texts wait for a slot; raises `BusyError` if too many do."""
+        """Lets texts wait for a slot; raises `queue.Full` if too many do."""
         with self._changed:
             if len(self.waiting) + len(jobs) > self.queue:
-                raise BusyError(f"{len(self.waiting)} texts wait already: try again later")
+                raise Full(f"{len(self.waiting)} texts wait already: try again later")
             self.waiting.extend(jobs)
             self._changed.notify()
 
@@ -101,62 +100,55 @@ class Engine:
         for job in (*self.running, *self.waiting):
             job.put(ConnectionAbortedError("the server ends"))
 
-    def _allocate(self) -> None:
-        """Allocates the cache of all slots; a first token shows dtypes and shapes."""
-        self.device = next(self.model.parameters()).device
-        one = Cache(self.model.config, 1, self.model.config.context, self.device)
-        self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=one)
-        self.documents = one.documents.repeat(self.slots, 1)
-        kept = (layer.keys_values or () for layer in one.layers)
-        self.layers = [[x.repeat(self.slots, 1, 1, 1) for x in layer] for layer in kept]
-
     def _rows(self, first: int, lengths: list[int]) -> Cache:
         """Returns the rows from `first` on, whose texts have these lengths, as a cache."""
         rows = slice(first, first + len(lengths))
         cache = Cache(self.model.config, len(lengths), self.model.config.context, self.device)
         cache.lengths, cache.used = torch.tensor(lengths, device=self.device), max(lengths)
-        cache.documents = self.documents[rows]
-        for layer, kept in zip(cache.layers, self.layers):
-            layer.keys_values = (kept[0][rows], kept[1][rows]) if kept else None
+        cache.documents = self.whole.documents[rows]
+        for layer, kept in zip(cache.layers, self.whole.layers):
+            if kept.keys_values:
+                layer.keys_values = kept.keys_values[0][rows], kept.keys_values[1][rows]
         return cache
 
     def _step(self) -> None:
+        enters = []
         with self._changed:
-            for job, error in [(job, job.error()) for job in self.waiting]:
-                if error:
-                    self.waiting.remove(job)
+            for job in (*self.waiting, *self.running):
+                if error := job.error():
+                    self._leave(job)
                     job.put(error)
-            free = self.waiting and len(self.running) < self.slots
-            enters = self.waiting.popleft() if free else None
-        for row in reversed(range(len(self.running))):
-            if error := self.running[row].error():
-                self.running[row].put(error)
-                self._leave(row)
+            if self.waiting and len(self.running) < self.slots:
+                enters = [self.waiting.popleft()]
         if enters:
-            self.running.append(enters)
-            row, tokens = len(self.running) - 1, enters.prompt[None].to(self.device)
-            self._extend(row, self.model(tokens, cache=self._rows(row, [0])))
+            self.running += enters
+            tokens = enters[0].prompt[None].to(self.device)
+            cache = self._rows(len(self.running) - 1, [0])
+            self._extend(enters, self.model(tokens, cache=cache))
         if self.running:
             # one shape on a GPU (`Cache.span`), on a CPU no more rows than needed
             idle = [0] * (0 if self.device.type == "cpu" else self.slots - len(self.running))
             cache = self._rows(0, [job.length for job in self.running] + idle)
             last = torch.tensor([job.text.last for job in self.running] + idle, device=self.device)
-            self._extend(0, self.model(last[:, None], cache=cache)[: len(self.running)])
+            self._extend([*self.running], self.model(last[:, None], cache=cache))
 
-    def _extend(self, first: int, logits: Tensor) -> None:
-        """Extends the texts from row `first` on by a token each, from logits (B, T, V)."""
-        for row, new in reversed([*enumerate(logits[:, -1].float().cpu(), first)]):
-            job = self.running[row]
+    def _extend(self, jobs: list[Job], logits: Tensor) -> None:
+        """Extends texts by a token each, from logits (B, T, V) of as many rows or more."""
+        for job, new in zip(jobs, logits[:, -1].float().cpu()):
             job.length += logits.shape[1]
             piece = job.text.add(new)
             if piece.finish:
-                self._leave(row)
+                self._leave(job)
             job.put(piece)
 
-    def _leave(self, row: int) -> None:
-        """Frees a row, to which the last one moves."""
-        last = self.running.pop()
-        if row < len(self.running):
+    def _leave(self, job: Job) -> None:
+        """Frees the place of a text; the text of the last row moves to its row."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+            return
+        row, last = self.running.index(job), self.running.pop()
+        if last is not job:
             self.running[row] = last
-            for x in (self.documents, *(x for layer in self.layers for x in layer)):
+            kept = (layer.keys_values or () for layer in self.whole.layers)
+            for x in (self.whole.documents, *(x for pair in kept for x in pair)):
                 x[row] = x[len(self.running)]

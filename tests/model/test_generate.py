@@ -357,7 +357,7 @@ def elsewhere(monkeypatch):
         return called + [shapes(*some) for some in tensors]
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
-    monkeypatch.setattr(Tensor, "cpu", lambda x: torch.zeros(x.shape))
+    monkeypatch.setattr(Tensor, "cpu", lambda x: torch.zeros(x.shape, dtype=x.dtype))
     return run
 
 

@@ -1,7 +1,6 @@
 """The page, in a browser without a window that takes commands over a pipe."""
 
 import base64
-import itertools
 import json
 import os
 import shutil
@@ -22,32 +21,25 @@ class Browser:
 
     def __init__(self, folder: Path) -> None:
         (theirs, to), (back, answers) = os.pipe(), os.pipe()
-        flags = (
-            "--headless --no-sandbox --disable-gpu --window-size=900,700 --remote-debugging-pipe"
+        command = (
+            f'exec "{CHROMIUM}" --headless --no-sandbox --disable-gpu --window-size=900,700'
+            f' --remote-debugging-pipe --user-data-dir="{folder}" 3<&{theirs} 4>&{answers}'
         )
-        command = f'exec "{CHROMIUM}" {flags} --user-data-dir="{folder}" 3<&{theirs} 4>&{answers}'
-        self.process = subprocess.Popen(
-            ["bash", "-c", command], pass_fds=(theirs, answers), stderr=subprocess.DEVNULL
-        )
+        options = {"pass_fds": (theirs, answers), "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(["bash", "-c", command], **options)
         os.close(theirs), os.close(answers)
-        self.to, self.back, self.ids, self.page = (
-            os.fdopen(to, "wb"),
-            os.fdopen(back, "rb"),
-            itertools.count(),
-            {},
-        )
+        self.to, self.back, self.page = os.fdopen(to, "wb"), os.fdopen(back, "rb"), {}
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self.page = {"sessionId": session["sessionId"]}
 
     def call(self, method: str, **params):
-        number = next(self.ids)
-        message = {"id": number, "method": method, "params": params, **self.page}
+        message = {"id": 1, "method": method, "params": params, **self.page}
         self.to.write(json.dumps(message).encode() + b"\0")
         self.to.flush()
-        while True:
+        while True:  # what has no id is an event
             found = json.loads(b"".join(iter(lambda: self.back.read(1), b"\0")))
-            if found.get("id") == number:
+            if "id" in found:
                 return found["result"]
 
     def run(self, script: str):
@@ -61,64 +53,46 @@ class Browser:
             assert time.monotonic() < ends, (condition, self.run("document.body.innerText"))
             time.sleep(0.02)
 
-    def shot(self, name: str) -> None:
-        """Keeps a picture where PAGE_SHOTS names a folder."""
-        if folder := os.environ.get("PAGE_SHOTS"):
-            data = self.call("Page.captureScreenshot")["data"]
-            Path(folder, f"{name}.png").write_bytes(base64.b64decode(data))
-
-    def close(self) -> None:
-        self.call("Browser.close")
-        self.process.wait(20)
-        self.to.close(), self.back.close()
-
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     browser = Browser(tmp_path_factory.mktemp("chromium"))
     yield browser
-    browser.close()
-
-
-SAY = "document.getElementById('ask').value = 'hi <b>'; document.getElementById('send').click()"
-DONE = "!running && document.getElementById('state').textContent.includes('a second')"
+    browser.call("Browser.close")
+    browser.process.wait(20)
+    browser.to.close(), browser.back.close()
 
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_a_person_can_talk_with_the_model(browser, model, chat):  # noqa: F811
+    run, until = browser.run, browser.until
     with serving(model, template=Template() if chat else None) as address:
         browser.call("Page.navigate", url=address)
-        browser.until("document.title === 'tiny'")
-        browser.run("max_tokens.value = 150; seed.value = 3")
-        browser.run(SAY)
-        browser.until("document.querySelectorAll('[data-shown]').length > 2")
-        assert browser.run("running !== null")
-        browser.run("document.getElementById('stop').click()")
-        browser.until("!running")
-        assert "(stopped)" in browser.run("state.textContent")
-        begun = browser.run("said.lastElementChild.textContent")
-        browser.run("again.click()")
-        browser.until(DONE)
-        assert browser.run("said.children.length") == 2
-        assert browser.run("said.firstElementChild.textContent") == "hi <b>"
-        again = browser.run("said.lastElementChild.textContent")
+        until("document.title === 'tiny'")
+        run("max_tokens.value = 150; seed.value = 3; ask.value = 'hi <b>'; send.click()")
+        until("document.querySelectorAll('[data-shown]').length > 2")
+        run("$('stop').click()")
+        until("!running")
+        assert "(stopped)" in run("state.textContent")
+        begun = run("said.lastElementChild.textContent")
+        run("again.click()")
+        until("!running && state.textContent.includes('a second (length)')")
+        assert run("said.children.length + said.firstElementChild.textContent") == "2hi <b>"
+        again = run("said.lastElementChild.textContent")
         assert again.startswith(begun)
         assert len(again) > len(begun)
-        shown = "document.querySelector('[data-shown]')"
-        browser.run(f"{shown}.scrollIntoView()")
-        place = browser.run(f"JSON.stringify({shown}.getBoundingClientRect())")
-        x, y = (json.loads(place)[name] + 2 for name in ("x", "y"))
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        browser.until("!tip.hidden")
-        assert browser.run("tip.textContent.split('\\n').length") >= 3
-        assert ' %  "' in browser.run("tip.textContent")
+        run("shown = document.querySelector('[data-shown]'); shown.scrollIntoView()")
+        place = json.loads(run("JSON.stringify(shown.getBoundingClientRect())"))
+        at = {name: place[name] + 2 for name in "xy"}
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
+        until("!tip.hidden && tip.textContent.split('\\n').length >= 3")
+        assert ' %  "' in run("tip.textContent")
         for scheme in ("light", "dark"):
             features = [{"name": "prefers-color-scheme", "value": scheme}]
             browser.call("Emulation.setEmulatedMedia", features=features)
-            browser.shot(f"{'chat' if chat else 'text'}-{scheme}")
-        dark = browser.run("getComputedStyle(document.body).backgroundColor")
-        assert dark == "rgb(23, 24, 26)"
-        browser.run("max_tokens.value = 0")
-        browser.run(SAY)
-        browser.until("document.querySelector('.error')")
-        assert "max_tokens" in browser.run("document.querySelector('.error').textContent")
+            if folder := os.environ.get("PAGE_SHOTS"):  # to look at
+                data = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
+                Path(folder, f"chat-{chat}-{scheme}.png").write_bytes(data)
+        assert run("getComputedStyle(document.body).backgroundColor") == "rgb(23, 24, 26)"
+        run("max_tokens.value = 0; ask.value = 'ho'; send.click()")
+        until("document.querySelector('.error')?.textContent.includes('max_tokens')")
