@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -50,9 +49,6 @@ class Machine:
         self.env("PATH", str(self.folder))
         self.patch("sysconfig.get_paths", lambda _: {"include": str(self.folder)})
 
-    def disk(self, total=1e12, free=1e12):
-        self.patch(shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=free))
-
     def nvidia(self, built="13.0", driver=True, gpus=0, free=2**30, error=None, hidden=False):
         self.env("CUDA_VISIBLE_DEVICES", "" if hidden else "0,1")
         self.patch(torch.version, "cuda", built)
@@ -77,57 +73,56 @@ class Machine:
         self.item(SPECS, "rotary", replace(SPECS["rotary"], cpu=op))
 
 
-# Each: how the machine is broken; the check, state, words and cure of the one finding.
+# How the machine is broken; the check, the state, and words of what is found and of its cure.
 FAULTS = {
     "no compiler": (lambda m: m.toolchain("Python.h"),
-        "compiler", "warning", "no C compiler was found .CC is gcc", "install gcc"),
+        "compiler warning no C compiler was found .CC is gcc.*install gcc"),
     "no Python.h": (lambda m: m.toolchain("gcc", "g++"),
-        "compiler", "warning", "Python.h is missing", r"apt install python3\.\d+-dev"),
+        r"compiler warning .*Python.h is missing.*apt install python3\.\d+-dev"),
     "no C++ compiler": (lambda m: m.toolchain("gcc", "Python.h"),
-        "compiler", "warning", "no C.. compiler", r"install g\+\+"),
-    "small /dev/shm": (lambda m: m.disk(total=2**26),
-        "limits", "warning", "64 MiB .*too little for NCCL", "--shm-size=1g"),
+        r"compiler warning .*no C.. compiler.*install g\+\+"),
+    "small /dev/shm": (lambda m: m.patch(shutil, "disk_usage", lambda _: Mock(total=2**26)),
+        "limits warning 64 MiB .*too little for NCCL.*--shm-size=1g"),
     "few open files": (lambda m: m.patch("resource.getrlimit", lambda _: (256, 256)),
-        "limits", "warning", "256 open files: too few", "ulimit -n 4096"),
+        "limits warning 256 open files: too few.*ulimit -n 4096"),
     "disk full": (lambda m: m.patch(os, "fsync", raising(FULL)),
-        "disk", "problem", "No space left", "free some space, or choose another"),
+        "disk problem .*No space left.*free some space, or choose another"),
     "slow disk": (lambda m: m.patch("time.perf_counter", itertools.count().__next__),
-        "disk", "warning", " 34 MB/s .*slow", "a faster disk: "),
+        "disk warning .* 34 MB/s .*slow.*a faster disk: "),
     "wrong Triton": (lambda m: m.versions("3.6.0", "2.13.0+cu130"),
-        "versions", "problem", "3.6.0: .*needs Triton 3.7.1", "triton==3.7.1"),
+        "versions problem .*3.6.0: .*needs Triton 3.7.1.*triton==3.7.1"),
     "unknown torch": (lambda m: m.versions("3.7.1", "2.99.0"),
-        "versions", "warning", "2.99.0.*never run", "torch==2.13.0 triton==3.7.1"),
+        "versions warning .*2.99.0.*never run.*torch==2.13.0 triton==3.7.1"),
     "broken torch": (lambda m: m.item(sys.modules, "torch", None),
-        "versions", "problem", "failed: ModuleNotFoundError.*torch", "make setup|venv"),
+        "versions problem .*failed: ModuleNotFoundError.*torch.*(make setup|venv)"),
     "old driver": (lambda m: m.nvidia(error=OLD),
-        "gpus", "problem", "driver on your system is too old", "install the newest driver"),
+        "gpus problem .*driver on your system is too old.*install the newest driver"),
     "CPU build": (lambda m: m.nvidia(built=None),
-        "gpus", "problem", "built without CUDA", "install a CUDA build of torch"),
-    "CUDA build without a driver": (lambda m: m.nvidia(driver=False),
-        "gpus", "warning", "no NVIDIA driver is loaded", "install the newest driver"),
+        "gpus problem .*built without CUDA.*install a CUDA build of torch"),
+    "no driver": (lambda m: m.nvidia(driver=False),
+        "gpus warning .*no NVIDIA driver is loaded.*install the newest driver"),
     "hidden GPU": (lambda m: m.nvidia(hidden=True),
-        "gpus", "warning", "CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES"),
+        "gpus warning .*CUDA_VISIBLE_DEVICES hides it.*unset CUDA_VISIBLE_DEVICES"),
     "GPU in use": (lambda m: m.nvidia(gpus=1, free=2**28),
-        "gpus", "warning", "L4, 1.0 GiB, driver 470.82.01: other .* 0.8 GiB", "nvidia-smi"),
+        "gpus warning .*L4, 1.0 GiB, driver 470.82.01: other .* 0.8 GiB.*nvidia-smi"),
     "no NCCL": (lambda m: m.nvidia(gpus=2),
-        "gpus", "problem", "NCCL is not in this torch, which 2 GPUs", "a CUDA build"),
+        "gpus problem NCCL for 2 GPUs is missing.*a CUDA build"),
     "damaged shard": (lambda m: m.damage(),
-        "data", "problem", "train_000000.bin is damaged", "copy .*mine again"),
+        "data problem .*train_000000.bin is damaged.*copy .*mine again"),
     "wrong op": (lambda m: m.rotary(lambda q, k, **_: (q, k)),
-        "ops", "problem", "13 of 14 .* rotary: output 0", "--ops"),
-    "failing op": (lambda m: m.rotary(raising(RuntimeError("CUDA error: illegal address"))),
-        "ops", "problem", "13 of 14 .* rotary: RuntimeError: CUDA error", "--ops"),
+        "ops problem 13 of 14 .* rotary: output 0.*--ops"),
+    "failing op": (lambda m: m.rotary(raising(RuntimeError("CUDA error"))),
+        "ops problem 13 of 14 .* rotary: RuntimeError: CUDA error.*--ops"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_and_its_cure_named(name, monkeypatch, tmp_path):
-    change, check, *expected = FAULTS[name]
+    change, expected = FAULTS[name]
     with monkeypatch.context() as patch:
         change(Machine(patch, tmp_path))
-        finding = next(x for x in checks.run(getattr(checks, check)) if x.state != "ok")
-    for pattern, words in zip(expected, (finding.state, finding.found, finding.cure)):
-        assert re.search(pattern, words), finding
+        found = checks.run(getattr(checks, expected.split()[0]))
+    assert re.search(expected, " ".join(next(x for x in found if x.state != "ok")))
 
 
 def dies():
@@ -152,17 +147,12 @@ def test_it_runs_without_torch(tmp_path):
 # --- a run ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def told(capsys):
-    """Function that runs the command, and returns what it found by check."""
-
-    def run(argv):
-        status = doctor.main([*argv.split(), "--json"])
-        found = {x["check"]: x for x in json.loads(capsys.readouterr().out)}
-        assert status == any(x["state"] == "problem" for x in found.values())
-        return found
-
-    return run
+def told(argv, capsys):
+    """Runs the command, and returns what it found by check."""
+    status = doctor.main([*argv.split(), "--json"])
+    found = {x["check"]: x for x in json.loads(capsys.readouterr().out)}
+    assert status == any(x["state"] == "problem" for x in found.values())
+    return found
 
 
 @pytest.mark.parametrize(
@@ -191,28 +181,29 @@ def test_the_estimate_is_what_the_tensors_take(recompute, changes, within):
         ("baby --gpu h100 --data.source prepared:x", "data", "get SOURCE and run python -m "),
     ],
 )
-def test_what_does_not_fit_does_with_its_cure(argv, check, cure, told):
-    found = told(argv)[check]
+def test_what_does_not_fit_does_with_its_cure(argv, check, cure, capsys):
+    found = told(argv, capsys)[check]
     assert (found["state"], found["cure"][: len(cure)]) == ("problem", cure)
     if cure[-1].isdigit():
-        assert told(f"{argv} {cure}")[check]["state"] == "ok"
+        assert told(f"{argv} {cure}", capsys)[check]["state"] == "ok"
 
 
-def test_passes_and_days(tmp_path, told, monkeypatch):
+def test_passes_and_days(tmp_path, monkeypatch, capsys):
     data = prepared(tmp_path / "mine", [f"text {i}" for i in range(200)])
     tokens = json.loads((data / "manifest.json").read_text())["splits"]["train"]["tokens"]
     argv = f"baby --data.source {data} --epochs 2.5 --gpu h100 --gpus 2"
-    found = told(f"{argv} --tok-per-s 100")
+    found = told(f"{argv} --tok-per-s 100", capsys)
     assert found["data"]["found"] == f"2.50 passes over {tokens:,} tokens of {data}"
     assert found["time"]["found"].startswith(f"{2.5 * tokens / 100 / 86400:.3g} days for ")
-    assert told(argv)["time"]["state"] == "warning"
-    row = {"kind": "step", "implementation": "fastgpt", "device": "NVIDIA H100 80GB HBM3"}
-    row |= {"recipe": "baby", "shape": {"B": 4, "T": 256}, "seconds": {"p50": 0.5}, "run": "2026-2"}
-    others = {"run": "2026-1"}, {"run": "3", "device": "NVIDIA A100"}, {"run": "4", "recipe": "x"}
-    (folder := tmp_path / "bench" / "results" / "x").mkdir(parents=True)
-    (folder / "a.jsonl").write_text("\n".join(json.dumps(row | x) for x in ({}, *others)))
+    row = {"kind": "step", "implementation": "fastgpt", "device": "its name", "recipe": "baby"}
+    row |= {"shape": {"B": 4, "T": 256}, "seconds": {"p50": 0.5}, "run": "2026-2"}
+    rows = [json.dumps(row | x) for x in ({}, {"run": "2026-1"}, {"run": "3", "recipe": "x"})]
+    (other := tmp_path / "bench" / "results" / "nvidia-a100").mkdir(parents=True)
+    (other / "a.jsonl").write_text("\n".join(rows))
     monkeypatch.setattr(plan, "ROOT", tmp_path)
-    assert "at 4,096 tokens/s, 2 x the record of 2026-2 on" in told(argv)["time"]["found"]
+    assert told(argv, capsys)["time"]["state"] == "warning"
+    other.rename(other.with_name("nvidia-h100-80gb"))
+    assert "4,096 tokens/s, 2 x the record of 2026-2 on" in told(argv, capsys)["time"]["found"]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +212,7 @@ def test_passes_and_days(tmp_path, told, monkeypatch):
         ("nope --gpu h100", "unknown recipe 'nope'"), ("baby --gpu h100 --nope 1", "--nope"),
         ("baby --gpu h10", "unknown --gpu 'h10'; did you mean 'h100'"),
         ("baby --gpu 24 --gpus 0", "--gpus is 0: expected a number greater than 0"),
-        ("baby --gpus x", "invalid int value: 'x'"), ("--gpus 8", "expected a recipe before"),
+        ("--gpus 8", "expected a recipe before"),
         ("baby --gpu h100 --tok-per-s nan", "--tok-per-s is nan"),
         ("baby --parallel.cp 3 --gpu l4 --gpus 4", "expected a divisor of the number of ranks, 4"),
     ],

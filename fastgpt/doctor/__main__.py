@@ -9,22 +9,14 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
-from typing import NoReturn
 
 from fastgpt.doctor.checks import CHECKS, OK, PROBLEM, WARNING, Finding, run
 from fastgpt.errors import UserError, counted, run_command
 from fastgpt.require_torch import repaired, require_torch
 from fastgpt.terminal import one_line, print_text
 
-ABOUT = """Checks this machine. With a recipe, checks whether that run fits, and how long it takes;
-settings of train.py may follow. Exit status: 0 if there is no problem (there may be warnings), 1 if
-there is one, 2 if a flag is wrong."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+ABOUT = """Checks this machine, or whether the run of a recipe fits and how long it takes: settings
+of train.py may follow. Exit status: 1 if there is a problem, 2 if a flag is wrong, else 0."""
 
 
 def of_machine() -> Iterator[Finding]:
@@ -34,13 +26,12 @@ def of_machine() -> Iterator[Finding]:
             with ProcessPoolExecutor(1) as pool:
                 yield from pool.submit(run, check).result()
         except BrokenProcessPool:
-            ended = "a library ended the check's process, or memory was full"
-            yield Finding(check.__name__, PROBLEM, ended, repaired())
+            yield Finding(check.__name__, PROBLEM, "it crashed, or memory was full", repaired())
 
 
 def main(argv: list[str]) -> int:
     """Runs the command line `argv`, and returns the exit status."""
-    parser = Parser(prog="python -m fastgpt.doctor", description=ABOUT, allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m fastgpt.doctor", None, ABOUT, allow_abbrev=False)
     parser.add_argument("recipe", nargs="?", help="Recipe of the run.")
     parser.add_argument("--json", action="store_true", help="Prints the findings as JSON.")
     parser.add_argument("--gpu", default="", help="GPU, such as h100, or its memory in GB.")
@@ -62,7 +53,7 @@ def main(argv: list[str]) -> int:
             print_text(f"{x.state:<8} {x.check}: {one_line(x.found)}{cure}")
     count = Counter(x.state for x in kept)
     faults = ", ".join(counted(count[state], state) for state in (PROBLEM, WARNING))
-    text = json.dumps([asdict(x) for x in kept], indent=1)
+    text = json.dumps([x._asdict() for x in kept], indent=1)
     print_text(text if asked.json else f"{faults}, {count[OK]} ok")
     return int(count[PROBLEM] > 0)
 

@@ -8,9 +8,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastgpt.commands import installed
 from fastgpt.device.toolchain import has_compiler, missing_for_triton
@@ -23,17 +22,15 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 SHARED, FILES = 2**30, 1024
 """Bytes of /dev/shm that NCCL's guide gives a container (`--shm-size=1g`), and open files: a rank
 has up to 128 shards, its libraries and a connection to each other rank."""
-CHECKPOINTS = 5 * 1.5e9
-"""Bytes of checkpoints of GPT-2 124M: three, the best one, and one that is being written."""
-SLOW = 50e6
-"""Bytes per second below which a checkpoint of GPT-2 124M takes over half a minute."""
+CHECKPOINTS, SLOW = 5 * 1.5e9, 50e6
+"""Bytes of checkpoints of GPT-2 124M: three, the best one, and one that is being written; bytes per
+second below which one takes over half a minute."""
 PIP = f"{sys.executable} -m pip install"
 CUDA_BUILD = "install a CUDA build of torch: pytorch.org/get-started"
 Found = Iterator[tuple[Any, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """What a check found, in one line, and the cure if its state is not ok."""
 
     check: str
@@ -87,20 +84,23 @@ def disk() -> Found:
     """Checks free space and write speed where runs and data are, or are to be made."""
     for folder, setting in ((Path("runs"), "--run-dir"), (data_dir(), "the variable FASTGPT_DATA")):
         there = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
-        cure, block = f"free some space, or choose another folder: {setting}", os.urandom(2**25)
+        cure, block, failed = (
+            f"free some space, or choose another: {setting}",
+            os.urandom(2**25),
+            "",
+        )
         start = time.perf_counter()
         try:
             with tempfile.TemporaryFile(dir=there) as file:
                 file.write(block)
                 sync(file)
         except OSError as error:
-            yield f"cannot write into {there}: {reason(error)}", (True, PROBLEM, "", cure)
-            continue
+            failed = reason(error)
         speed, free = len(block) / (time.perf_counter() - start), shutil.disk_usage(there).free
-        need = f": checkpoints of GPT-2 124M take {CHECKPOINTS / 1e9} GB"
         yield (
             f"{free / 1e9:,.1f} GB free, written at {speed / 1e6:,.0f} MB/s ({there})",
-            (free < CHECKPOINTS, WARNING, need, cure),
+            (failed, PROBLEM, f", which then failed: {failed}", cure),
+            (free < CHECKPOINTS, WARNING, ": too little for checkpoints of GPT-2 124M", cure),
             (speed < SLOW, WARNING, ": checkpoints will be slow", f"a faster disk: {setting}"),
         )
 
@@ -116,19 +116,17 @@ def versions() -> Found:
     triton, have = installed("triton") or "missing", torch.__version__.partition("+")[0]
     known = next((x for x in table if x["torch"] == have), None)
     asked, suite = (known["triton"], known["ran"]["suite"]) if known else (triton, "passes")
-    other = triton not in (asked, "missing")
     cure = f"{PIP} torch=={pinned['torch']} triton=={pinned['triton']}"
     yield (
         f"PyTorch {torch.__version__}, Triton {triton}",
         (not known, WARNING, ": fastgpt was never run with this PyTorch", cure),
-        (other, PROBLEM, f": this PyTorch needs Triton {asked}", f"{PIP} triton=={asked}"),
+        (triton not in (asked, "missing"), PROBLEM, f": it needs Triton {asked}", cure),
         (suite != "passes", WARNING, f": {suite} of fastgpt's tests (docs/versions.md)", cure),
     )
 
 
 def gpus() -> Found:
     import torch
-    from torch import distributed
 
     from fastgpt.device import device
 
@@ -142,17 +140,16 @@ def gpus() -> Found:
         yield found, (free < 0.9 * total, WARNING, used, "end what nvidia-smi shows")
     if not count:
         why = device.why_no_cuda()
-        cure = "install the newest driver until nvidia-smi works; in a container, docker run --gpus all"
-        unused = f"; torch is built for CUDA {cuda}, but no NVIDIA driver is loaded"
+        cure = "install the newest driver; in a container, docker run --gpus all"
         yield (
             why or f"none for CUDA: runs use {device.device_name('cpu')}",
             (why, PROBLEM, "", cure if cuda else CUDA_BUILD),
-            (cuda and not driver, WARNING, unused, cure),
+            (cuda and not driver, WARNING, f"; no NVIDIA driver is loaded for CUDA {cuda}", cure),
             (driver, WARNING, "; CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES"),
         )
-    there = distributed.is_available() and distributed.is_nccl_available()
-    lack = count > 1 and not there, PROBLEM, f", which {count} GPUs need", CUDA_BUILD
-    yield f"NCCL is {'there' if there else 'not in this torch'}", lack
+    if count > 1:
+        lacks = not torch.distributed.is_nccl_available(), PROBLEM, " is missing", CUDA_BUILD
+        yield f"NCCL for {count} GPUs", lacks
 
 
 def data() -> Found:
@@ -160,9 +157,7 @@ def data() -> Found:
     from fastgpt.data.corpus import has_shards, open_shards
     from fastgpt.data.verify import check_all
 
-    where = data_dir()
-    folders = [x for x in sorted(where.iterdir()) if has_shards(x)] if where.is_dir() else []
-    for folder in folders:
+    for folder in filter(has_shards, sorted(data_dir().glob("*"))):
         cure = f"copy {folder} again; or remove it, python -m fastgpt.prepare SOURCE --out {folder}"
         try:
             corpus = open_shards(folder, tokenizer="auto")
@@ -170,8 +165,6 @@ def data() -> Found:
             yield (f"{folder}: {counted(len(shards), 'shard')} as written",)
         except (UserError, OSError) as error:
             yield reason(error), (True, PROBLEM, "", cure)
-    if not folders:
-        yield (f"nothing is prepared in {where}",)
 
 
 def ops() -> Found:
@@ -195,4 +188,3 @@ def ops() -> Found:
 
 
 CHECKS = python, compiler, limits, disk, versions, gpus, data, ops
-"""Those after `disk` need torch."""

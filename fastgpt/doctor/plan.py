@@ -1,7 +1,6 @@
 """Checks of a run on GPUs: its batch, its memory, its passes over the data and its time."""
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,13 +37,10 @@ def of_run(
     for flag, value in (("--gpus", gpus), ("--tok-per-s", rate)):
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{flag} is {value}: expected a number greater than 0")
-    if not any(x.startswith(("--init", "--resume")) for x in settings):
-        settings = [*settings, "--init-from", "None"]  # which a recipe would download
-    config = cli.parse([recipe, *settings])
+    config = cli.parse([recipe, "--init-from", "None", *settings])  # a recipe's is a download
     together = parallelize.non_dp_size(config.parallel, World(size=gpus))
     world = World(size=gpus, local_size=gpus, non_dp_size=together)
-    sharded = parallelize.shards_weights(config.parallel, world)
-    shards = parallelize.group_size(config.parallel, world) if sharded else 1
+    shards = 1 if config.parallel.kind == "ddp" else parallelize.group_size(config.parallel, world)
     corpus, *fault = prepared(config)
     vocab = config.model.vocab_size or (corpus.tokenizer.vocab_size if corpus else 256)
     config = replace(config, model=replace(config.model, vocab_size=vocab))
@@ -124,16 +120,15 @@ def by_part(config: Config, sequences: int, shards: int, gpu: float) -> dict[str
     whole = attention + item * (2 * C + (2 + gated) * F) + stream * 2 * C
     some = attention + (item + 2 * stream) * C
     layer = {"none": whole, "selective": some, "full": (item + stream) * C}
-    again = 0.0 if train.recompute == "none" else M * whole
     loss = min(M * V * item, gpu / GPU_SHARE) + V * C * (4 + item) + M * C * item
     loss = M * V * 12.0 if config.ops.loss == "torch" else loss
-    copies = weights / 2 if item == 2 else 0.0  # autocast's
     return {
         "weights": weights / shards + (weights if shards > 1 else 0),  # gathered, at most all
         "gradients": weights,
         "optimizer": 2 * weights / shards,
-        "activations": M * model.num_layers * layer[train.recompute] + copies,
-        "logits and loss": max(loss, again),
+        "activations": M * model.num_layers * layer[train.recompute]
+        + (weights / 2 if item == 2 else 0),  # autocast's copies
+        "logits and loss": max(loss, M * whole if train.recompute != "none" else 0),
     }
 
 
@@ -159,10 +154,9 @@ def time(config: Config, gpu: str, gpus: int, rate: float | None, tokens: float)
 
 def newest_record(config: Config, gpu: str) -> dict[str, Any] | None:
     """Returns the newest committed record of the recipe's step on a GPU; None if there is none."""
-    on, this = rf"\b{re.escape(gpu)}\b", (config.recipe, config.model.context)
-    files = (ROOT / "bench" / "results").glob("*/*.jsonl")
+    files = [x for x in ROOT.glob("bench/results/*/*.jsonl") if gpu in x.parent.name.split("-")]
     rows = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
-    steps = [r for r in rows if r["kind"] == "step" and r["implementation"] == "fastgpt"]
-    alike = [r for r in steps if (r["recipe"], r["shape"]["T"]) == this]
-    alike = [r for r in alike if re.search(on, r["device"], re.IGNORECASE)]
+    steps, this = [r for r in rows if r["kind"] == "step"], (config.recipe, config.model.context)
+    ours = [r for r in steps if r["implementation"] == "fastgpt"]
+    alike = [r for r in ours if (r["recipe"], r["shape"]["T"]) == this]
     return max(alike, key=lambda r: r["run"], default=None)
