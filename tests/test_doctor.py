@@ -1,7 +1,6 @@
 """Simulated broken machines are found and get their cure; estimates of a run hold what they say."""
 
 import importlib.metadata
-import itertools
 import json
 import os
 import re
@@ -25,11 +24,6 @@ from tests.data.sets import flip, prepared
 from tests.processes import python
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040). Please"
-FULL = OSError(28, os.strerror(28))
-
-
-def raising(error):
-    return Mock(side_effect=error)
 
 
 class Machine:
@@ -58,7 +52,7 @@ class Machine:
         answers = {"is_available": gpus > 0, "device_count": gpus, "get_device_name": "NVIDIA L4"}
         for name, answer in {**answers, "mem_get_info": (free, 2**30)}.items():
             self.patch(torch.cuda, name, lambda *_, x=answer: x)
-        self.patch(torch.cuda, "init", raising(RuntimeError(error)) if error else lambda: None)
+        self.patch(torch.cuda, "init", Mock(side_effect=error and RuntimeError(error)))
         self.patch(torch.distributed, "is_nccl_available", lambda: False)
 
     def versions(self, triton, pytorch):
@@ -79,16 +73,12 @@ FAULTS = {
         "compiler warning no C compiler was found .CC is gcc.*install gcc"),
     "no Python.h": (lambda m: m.toolchain("gcc", "g++"),
         r"compiler warning .*Python.h is missing.*apt install python3\.\d+-dev"),
-    "no C++ compiler": (lambda m: m.toolchain("gcc", "Python.h"),
-        r"compiler warning .*no C.. compiler.*install g\+\+"),
     "small /dev/shm": (lambda m: m.patch(shutil, "disk_usage", lambda _: Mock(total=2**26)),
         "limits warning 64 MiB .*too little for NCCL.*--shm-size=1g"),
     "few open files": (lambda m: m.patch("resource.getrlimit", lambda _: (256, 256)),
         "limits warning 256 open files: too few.*ulimit -n 4096"),
-    "disk full": (lambda m: m.patch(os, "fsync", raising(FULL)),
-        "disk problem .*No space left.*free some space, or choose another"),
-    "slow disk": (lambda m: m.patch("time.perf_counter", itertools.count().__next__),
-        "disk warning .* 34 MB/s .*slow.*a faster disk: "),
+    "disk full": (lambda m: m.patch(os, "fsync", Mock(side_effect=OSError(28, "No space"))),
+        "disk problem .*No space.*free some space, or choose another"),
     "wrong Triton": (lambda m: m.versions("3.6.0", "2.13.0+cu130"),
         "versions problem .*3.6.0: .*needs Triton 3.7.1.*triton==3.7.1"),
     "unknown torch": (lambda m: m.versions("3.7.1", "2.99.0"),
@@ -111,8 +101,6 @@ FAULTS = {
         "data problem .*train_000000.bin is damaged.*copy .*mine again"),
     "wrong op": (lambda m: m.rotary(lambda q, k, **_: (q, k)),
         "ops problem 13 of 14 .* rotary: output 0.*--ops"),
-    "failing op": (lambda m: m.rotary(raising(RuntimeError("CUDA error"))),
-        "ops problem 13 of 14 .* rotary: RuntimeError: CUDA error.*--ops"),
 }  # fmt: skip
 
 
@@ -203,7 +191,7 @@ def test_passes_and_days(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "ROOT", tmp_path)
     assert told(argv, capsys)["time"]["state"] == "warning"
     other.rename(other.with_name("nvidia-h100-80gb"))
-    assert "4,096 tokens/s, 2 x the record of 2026-2 on" in told(argv, capsys)["time"]["found"]
+    assert "4,096 a second, 2 x the record of 2026-2 on" in told(argv, capsys)["time"]["found"]
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,8 @@ def time(config: Config, gpu: str, gpus: int, rate: float | None, tokens: float)
         source = f"{gpus} x the record of {row['run'][:10]} on {row['device']}"
     found = "unknown, as the data's size is" if rate else f"unknown: no record of a {gpu}"
     if rate and tokens:
-        days = f"{tokens / rate / 86400:,.3g} days for {tokens:,.0f} tokens"
-        found = f"{days} at {rate:,.0f} tokens/s, {source}"
+        days = tokens / rate / 86400
+        found = f"{days:,.3g} days for {tokens:,.0f} tokens at {rate:,.0f} a second, {source}"
     yield found, (not rate, WARNING, f" with {config.recipe}", cure)
 
 
@@ -156,7 +156,7 @@ def newest_record(config: Config, gpu: str) -> dict[str, Any] | None:
     """Returns the newest committed record of the recipe's step on a GPU; None if there is none."""
     files = [x for x in ROOT.glob("bench/results/*/*.jsonl") if gpu in x.parent.name.split("-")]
     rows = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
-    steps, this = [r for r in rows if r["kind"] == "step"], (config.recipe, config.model.context)
-    ours = [r for r in steps if r["implementation"] == "fastgpt"]
-    alike = [r for r in ours if (r["recipe"], r["shape"]["T"]) == this]
+    ours = "step", "fastgpt", config.recipe
+    alike = [r for r in rows if (r["kind"], r.get("implementation"), r.get("recipe")) == ours]
+    alike = [r for r in alike if r["shape"]["T"] == config.model.context]
     return max(alike, key=lambda r: r["run"], default=None)

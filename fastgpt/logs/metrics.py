@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgpt.commands import installed
-from fastgpt.errors import UserError, brief, counted, writing
+from fastgpt.errors import UserError, counted, writing
 from fastgpt.files import no_link, parse_json, write_atomically
 
 CLOSE_S = 30.0
@@ -58,10 +58,9 @@ class MetricsLog:
         try:
             with writing(path):
                 yield
-        except Exception as error:  # whatever a tracker raises
+        except Exception as error:  # Matplotlib's, too
             if not self.lost:
-                why = str(error) if isinstance(error, UserError) else brief(error)
-                self.warn(f"the logs cannot be written ({why}): training goes on")
+                self.warn(f"the logs cannot be written ({error}): training goes on")
             self.lost += 1
 
     def write(self, record: dict[str, Any]) -> None:
