@@ -23,8 +23,6 @@ from fastgpt.kernels.specs import SPECS
 from tests.data.sets import flip, prepared
 from tests.processes import python
 
-OLD = "The NVIDIA driver on your system is too old (found version 11040). Please"
-
 
 class Machine:
     """What this process sees of its machine, which a test changes."""
@@ -85,7 +83,7 @@ FAULTS = {
         "versions warning .*2.99.0.*never run.*torch==2.13.0 triton==3.7.1"),
     "broken torch": (lambda m: m.item(sys.modules, "torch", None),
         "versions problem .*failed: ModuleNotFoundError.*torch.*(make setup|venv)"),
-    "old driver": (lambda m: m.nvidia(error=OLD),
+    "old driver": (lambda m: m.nvidia(error="The driver on your system is too old"),
         "gpus problem .*driver on your system is too old.*install the newest driver"),
     "CPU build": (lambda m: m.nvidia(built=None),
         "gpus problem .*built without CUDA.*install a CUDA build of torch"),
@@ -127,8 +125,7 @@ def test_a_check_whose_process_dies_is_a_finding(monkeypatch, capsys):
 def test_it_runs_without_torch(tmp_path):
     done = python("-ES", "-m", "fastgpt.doctor", "--json", FASTGPT_DATA=str(tmp_path))
     found = {x["check"]: x for x in json.loads(done.stdout)}
-    assert done.returncode == 1
-    assert (found["python"]["state"], found["disk"]["state"]) == ("ok", "ok")
+    assert (done.returncode, found["python"]["state"], found["disk"]["state"]) == (1, "ok", "ok")
     assert "No module named 'torch'" in found["versions"]["found"]
 
 
@@ -191,7 +188,7 @@ def test_passes_and_days(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "ROOT", tmp_path)
     assert told(argv, capsys)["time"]["state"] == "warning"
     other.rename(other.with_name("nvidia-h100-80gb"))
-    assert "4,096 a second, 2 x the record of 2026-2 on" in told(argv, capsys)["time"]["found"]
+    assert "4,096/s, 2 x the record of 2026-2 on" in told(argv, capsys)["time"]["found"]
 
 
 @pytest.mark.parametrize(
@@ -199,9 +196,8 @@ def test_passes_and_days(tmp_path, monkeypatch, capsys):
     [
         ("nope --gpu h100", "unknown recipe 'nope'"), ("baby --gpu h100 --nope 1", "--nope"),
         ("baby --gpu h10", "unknown --gpu 'h10'; did you mean 'h100'"),
-        ("baby --gpu 24 --gpus 0", "--gpus is 0: expected a number greater than 0"),
         ("--gpus 8", "expected a recipe before"),
-        ("baby --gpu h100 --tok-per-s nan", "--tok-per-s is nan"),
+        ("baby --gpu h100 --tok-per-s nan", "--tok-per-s is nan: expected a number greater than 0"),
         ("baby --parallel.cp 3 --gpu l4 --gpus 4", "expected a divisor of the number of ranks, 4"),
     ],
 )  # fmt: skip

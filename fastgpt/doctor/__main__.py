@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m fastgpt.doctor", None, ABOUT, allow_abbrev=False)
     parser.add_argument("recipe", nargs="?", help="Recipe of the run.")
     parser.add_argument("--json", action="store_true", help="Prints the findings as JSON.")
-    parser.add_argument("--gpu", default="", help="GPU, such as h100, or its memory in GB.")
+    parser.add_argument("--gpu", default="", type=str.lower, help="GPU, such as h100, or its GB.")
     parser.add_argument("--gpus", type=int, default=1, help="Number of GPUs.")
     parser.add_argument("--tok-per-s", type=float, help="Tokens per second of all GPUs together.")
     asked, settings = parser.parse_known_args(argv)

@@ -31,7 +31,6 @@ def of_run(
     Raises:
         UserError: an argument is unknown or impossible, or settings do not go together.
     """
-    gpu = gpu.lower()
     if gpu not in GPUS and not gpu.isdecimal():
         raise unknown_name("--gpu", gpu, GPUS, "its memory in GB, such as 48")
     for flag, value in (("--gpus", gpus), ("--tok-per-s", rate)):
@@ -45,9 +44,8 @@ def of_run(
     vocab = config.model.vocab_size or (corpus.tokenizer.vocab_size if corpus else 256)
     config = replace(config, model=replace(config.model, vocab_size=vocab))
     parallelize.check_combination(config, config.train.precision.replace("auto", "bf16"))
-    tokens = config.steps * config.train.batch_tokens
-    if config.epochs:
-        tokens = config.epochs * len(corpus.train) if corpus else 0
+    size = len(corpus.train) if corpus else 0
+    tokens = config.epochs * size if config.epochs else config.steps * config.train.batch_tokens
     yield from run(batch, config, world)
     yield from run(memory, config, world, shards, 1e9 * int(GPUS.get(gpu, gpu)))
     yield from run(data, corpus, tokens, *fault)
@@ -145,10 +143,10 @@ def time(config: Config, gpu: str, gpus: int, rate: float | None, tokens: float)
     if rate is None and (row := newest_record(config, gpu)):
         rate = gpus * row["shape"]["B"] * row["shape"]["T"] / row["seconds"]["p50"]
         source = f"{gpus} x the record of {row['run'][:10]} on {row['device']}"
-    found = "unknown, as the data's size is" if rate else f"unknown: no record of a {gpu}"
+    found = "unknown, as the data's size is" if rate else f"unknown: no record of {gpu}"
     if rate and tokens:
-        days = tokens / rate / 86400
-        found = f"{days:,.3g} days for {tokens:,.0f} tokens at {rate:,.0f} a second, {source}"
+        days = f"{tokens / rate / 86400:,.3g} days"
+        found = f"{days} for {tokens:,.0f} tokens at {rate:,.0f}/s, {source}"
     yield found, (not rate, WARNING, f" with {config.recipe}", cure)
 
 
