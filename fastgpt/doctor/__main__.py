@@ -5,76 +5,56 @@ The flags are read by argparse, because tyro may be missing like torch.
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
-from pathlib import Path
-from typing import NoReturn
 
-from fastgpt.doctor.checks import CHECKS, FAILED, OK, PROBLEM, WARNING, Finding, of
-from fastgpt.errors import UserError, counted, run_command, writing
-from fastgpt.files import write_atomically
+from fastgpt.doctor.checks import CHECKS, OK, PROBLEM, WARNING, Finding, run
+from fastgpt.errors import UserError, counted, run_command
 from fastgpt.require_torch import repaired, require_torch
 from fastgpt.terminal import one_line, print_text
 
-ABOUT = """Checks this machine. With RECIPE, or a file such as run.yaml, checks whether that run
-fits, and how long it takes; settings of train.py may follow. Exit status: 0 if there is no problem
-(there may be warnings), 1 if there is one, 2 if a flag is wrong."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+ABOUT = """Checks this machine, or whether the run of a recipe fits and how long it takes: settings
+of train.py may follow. Exit status: 1 if there is a problem, 2 if a flag is wrong, else 0."""
 
 
 def of_machine() -> Iterator[Finding]:
     """Runs each check in a process of its own, which a broken library or kernel may end."""
-    for name in CHECKS:
+    for check in CHECKS:
         try:
             with ProcessPoolExecutor(1) as pool:
-                found = pool.submit(of, name).result()
+                yield from pool.submit(run, check).result()
         except BrokenProcessPool:
-            ended = f"{FAILED}: a library ended its process, or memory was full"
-            found = [Finding(name, PROBLEM, ended, repaired())]
-        yield from found
-        if name == "versions" and found[0].found.startswith(FAILED):
-            return  # the others import torch, too
+            yield Finding(check.__name__, PROBLEM, "it crashed, or memory was full", repaired())
 
 
 def main(argv: list[str]) -> int:
     """Runs the command line `argv`, and returns the exit status."""
-    named, given = (argv[:1], argv[1:]) if argv and argv[0][:1] != "-" else ([], argv)
-    usage = "python -m fastgpt.doctor [RECIPE] [options]"
-    parser = Parser(usage=usage, description=ABOUT, allow_abbrev=False)
-    parser.add_argument("--json", help="File for the findings as JSON; - prints them.")
-    parser.add_argument("--gpu", default="", help="GPU, such as h100, or its memory in GB.")
-    parser.add_argument("--gpus", type=int, help="Number of GPUs; by default those that are here.")
+    parser = argparse.ArgumentParser("python -m fastgpt.doctor", None, ABOUT, allow_abbrev=False)
+    parser.add_argument("recipe", nargs="?", help="Recipe of the run.")
+    parser.add_argument("--json", action="store_true", help="Prints the findings as JSON.")
+    parser.add_argument("--gpu", default="", type=str.lower, help="GPU, such as h100, or its GB.")
+    parser.add_argument("--gpus", type=int, default=1, help="Number of GPUs.")
     parser.add_argument("--tok-per-s", type=float, help="Tokens per second of all GPUs together.")
-    asked, settings = parser.parse_known_args(given)
-    if not named and (settings or asked.gpu or {asked.gpus, asked.tok_per_s} != {None}):
-        raise UserError(f"{' '.join(given)}: expected a recipe before it, or --json alone")
-    out = Path("-" if asked.json is None else asked.json).expanduser()
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UserError(f"--json is {asked.json!r}: expected a file in a folder that exists, or -")
+    asked, settings = parser.parse_known_args(argv)
     found, kept = of_machine(), []
-    if named:
+    if asked.recipe is not None:
         require_torch()
         from fastgpt.doctor.plan import of_run
 
-        found = of_run(named[0], settings, asked.gpu, asked.gpus, asked.tok_per_s)
+        found = of_run(asked.recipe, settings, asked.gpu, asked.gpus, asked.tok_per_s)
+    elif {*argv} - {"--json"}:
+        raise UserError(f"{' '.join(argv)}: expected a recipe before it, or --json alone")
     for x in found:
         kept.append(x)
         cure = f"\n{'':9}cure: {one_line(x.cure)}" if x.cure else ""
-        if asked.json != "-":
+        if not asked.json:
             print_text(f"{x.state:<8} {x.check}: {one_line(x.found)}{cure}")
-    count = {state: sum(x.state == state for x in kept) for state in (PROBLEM, WARNING, OK)}
-    faults = (counted(count[state], state) for state in (PROBLEM, WARNING))
-    text = json.dumps({"counts": count, "findings": [asdict(x) for x in kept]}, indent=1)
-    print_text(text if asked.json == "-" else f"{', '.join(faults)}, {count[OK]} ok")
-    if asked.json not in (None, "-"):
-        with writing(out):
-            write_atomically(out, text.encode())
+    count = Counter(x.state for x in kept)
+    faults = ", ".join(counted(count[state], state) for state in (PROBLEM, WARNING))
+    text = json.dumps([x._asdict() for x in kept], indent=1)
+    print_text(text if asked.json else f"{faults}, {count[OK]} ok")
     return int(count[PROBLEM] > 0)
 
 

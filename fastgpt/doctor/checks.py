@@ -7,15 +7,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastgpt.commands import installed
 from fastgpt.device.toolchain import has_compiler, missing_for_triton
-from fastgpt.errors import UserError, brief, counted, is_disk_full, reason
+from fastgpt.errors import UserError, brief, counted, reason
 from fastgpt.files import data_dir, sync
 from fastgpt.require_torch import repaired
 
@@ -24,18 +22,15 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 SHARED, FILES = 2**30, 1024
 """Bytes of /dev/shm that NCCL's guide gives a container (`--shm-size=1g`), and open files: a rank
 has up to 128 shards, its libraries and a connection to each other rank."""
-CHECKPOINTS = 5 * 1.5e9
-"""Bytes of checkpoints of GPT-2 124M: three, the best one, and one that is being written."""
-SLOW = 50e6
-"""Bytes per second below which a checkpoint of GPT-2 124M takes over half a minute."""
-FAILED = "the check failed"
+CHECKPOINTS, SLOW = 5 * 1.5e9, 50e6
+"""Bytes of checkpoints of GPT-2 124M: three, the best one, and one that is being written; bytes per
+second below which one takes over half a minute."""
 PIP = f"{sys.executable} -m pip install"
 CUDA_BUILD = "install a CUDA build of torch: pytorch.org/get-started"
 Found = Iterator[tuple[Any, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """What a check found, in one line, and the cure if its state is not ok."""
 
     check: str
@@ -44,15 +39,15 @@ class Finding:
     cure: str = ""
 
 
-def run(name: str, found: Found) -> list[Finding]:
+def run(check: Callable[..., Found], *given: Any) -> list[Finding]:
     """Returns the findings of a check; an error that it raises is one, too."""
-    findings = []
+    name, findings = check.__name__, []
     try:
-        for what, *faults in found:
+        for what, *faults in check(*given):
             state, words, cure = next((x[1:] for x in faults if x[0]), (OK, "", ""))
             findings.append(Finding(name, state, f"{what}{words}", cure))
     except Exception as error:
-        findings.append(Finding(name, PROBLEM, f"{FAILED}: {brief(error)}", repaired()))
+        findings.append(Finding(name, PROBLEM, f"the check failed: {brief(error)}", repaired()))
     return findings
 
 
@@ -85,27 +80,29 @@ def limits() -> Found:
         yield f"{files} open files", few
 
 
-def disk(folder: Path, setting: str) -> Found:
-    """Checks free space and write speed where `folder` is, or is to be made."""
-    there = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
-    free, space = shutil.disk_usage(there).free, f"free some space, or choose another: {setting}"
-    block, written, start = os.urandom(2**22), 0, time.perf_counter()
-    try:
-        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
-            while written < 2**26 and time.perf_counter() < start + 2:
-                written += file.write(block)
+def disk() -> Found:
+    """Checks free space and write speed where runs and data are, or are to be made."""
+    for folder, setting in ((Path("runs"), "--run-dir"), (data_dir(), "the variable FASTGPT_DATA")):
+        there = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
+        cure, block, failed = (
+            f"free some space, or choose another: {setting}",
+            os.urandom(2**25),
+            "",
+        )
+        start = time.perf_counter()
+        try:
+            with tempfile.TemporaryFile(dir=there) as file:
+                file.write(block)
                 sync(file)
-    except OSError as error:
-        cure = space if is_disk_full(error) else f"chmod u+w {there}, or choose another: {setting}"
-        yield f"cannot write into {there}: {reason(error)}", (True, PROBLEM, "", cure)
-        return
-    speed = written / (time.perf_counter() - start)
-    need = f": checkpoints of GPT-2 124M take {CHECKPOINTS / 1e9} GB"
-    yield (
-        f"{free / 1e9:,.1f} GB free, written at {speed / 1e6:,.0f} MB/s ({there})",
-        (free < CHECKPOINTS, WARNING, need, space),
-        (speed < SLOW, WARNING, ": checkpoints will be slow", f"choose a faster disk: {setting}"),
-    )
+        except OSError as error:
+            failed = reason(error)
+        speed, free = len(block) / (time.perf_counter() - start), shutil.disk_usage(there).free
+        yield (
+            f"{free / 1e9:,.1f} GB free, written at {speed / 1e6:,.0f} MB/s ({there})",
+            (failed, PROBLEM, f", which then failed: {failed}", cure),
+            (free < CHECKPOINTS, WARNING, ": too little for checkpoints of GPT-2 124M", cure),
+            (speed < SLOW, WARNING, ": checkpoints will be slow", f"a faster disk: {setting}"),
+        )
 
 
 def versions() -> Found:
@@ -115,51 +112,44 @@ def versions() -> Found:
     import torch
 
     table = tomllib.loads((Path(__file__).parents[1] / "versions.toml").read_text("utf-8"))["pair"]
-    pinned, oldest = next(x for x in table if x.get("pinned")), table[0]["torch"]
-    cure = f"{PIP} torch=={pinned['torch']} triton=={pinned['triton']}"
+    pinned = next(x for x in table if x.get("pinned"))
     triton, have = installed("triton") or "missing", torch.__version__.partition("+")[0]
-    numbers = [[int(x) for x in re.findall(r"\d+", version)] for version in (have, oldest)]
     known = next((x for x in table if x["torch"] == have), None)
     asked, suite = (known["triton"], known["ran"]["suite"]) if known else (triton, "passes")
-    other = triton not in (asked, "missing")
+    cure = f"{PIP} torch=={pinned['torch']} triton=={pinned['triton']}"
     yield (
         f"PyTorch {torch.__version__}, Triton {triton}",
-        (numbers[0] < numbers[1], PROBLEM, f": expected PyTorch {oldest} or newer", cure),
         (not known, WARNING, ": fastgpt was never run with this PyTorch", cure),
-        (other, PROBLEM, f": this PyTorch needs Triton {asked}", f"{PIP} triton=={asked}"),
+        (triton not in (asked, "missing"), PROBLEM, f": it needs Triton {asked}", cure),
         (suite != "passes", WARNING, f": {suite} of fastgpt's tests (docs/versions.md)", cure),
     )
 
 
 def gpus() -> Found:
     import torch
-    from torch import distributed
 
     from fastgpt.device import device
 
-    cuda, count = torch.version.cuda, torch.cuda.device_count()
-    why = None if torch.cuda.is_available() else device.why_no_cuda()
+    cuda, count = torch.version.cuda, torch.cuda.device_count() if torch.cuda.is_available() else 0
     driver = device.DRIVER.read_text("utf-8") if device.DRIVER.exists() else ""
     number = (re.findall(r"\d+\.\d+[.\d]*", driver) or ["unknown"])[0]
-    for i in range(0 if why else count):
+    for i in range(count):
         free, total = torch.cuda.mem_get_info(i)
         used = f": other programs use {(total - free) / 2**30:.1f} GiB"
         found = f"{torch.cuda.get_device_name(i)}, {total / 2**30:.1f} GiB, driver {number}"
         yield found, (free < 0.9 * total, WARNING, used, "end what nvidia-smi shows")
-    if why or not count:
-        cure = "nvidia-smi must work: install the driver; in a container, docker run --gpus all"
-        newer = "install a newer NVIDIA driver, or a build of torch for an older CUDA"
-        cure = CUDA_BUILD if cuda is None else newer if "too old" in (why or "") else cure
-        unused = f"; torch is built for CUDA {cuda}, but no NVIDIA driver is loaded"
+    if not count:
+        why = device.why_no_cuda()
+        cure = "install the newest driver; in a container, docker run --gpus all"
         yield (
             why or f"none for CUDA: runs use {device.device_name('cpu')}",
-            (why, PROBLEM, "", cure),
-            (cuda and not driver, WARNING, unused, cure),
+            (why, PROBLEM, "", cure if cuda else CUDA_BUILD),
+            (cuda and not driver, WARNING, f"; no NVIDIA driver is loaded for CUDA {cuda}", cure),
             (driver, WARNING, "; CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES"),
         )
-    there = distributed.is_available() and distributed.is_nccl_available()
-    lack = count > 1 and not there, PROBLEM, f", which {count} GPUs need", CUDA_BUILD
-    yield f"NCCL is {'there' if there else 'not in this torch'}", lack
+    if count > 1:
+        lacks = not torch.distributed.is_nccl_available(), PROBLEM, " is missing", CUDA_BUILD
+        yield f"NCCL for {count} GPUs", lacks
 
 
 def data() -> Found:
@@ -167,9 +157,7 @@ def data() -> Found:
     from fastgpt.data.corpus import has_shards, open_shards
     from fastgpt.data.verify import check_all
 
-    where = data_dir()
-    folders = [x for x in sorted(where.iterdir()) if has_shards(x)] if where.is_dir() else []
-    for folder in folders:
+    for folder in filter(has_shards, sorted(data_dir().glob("*"))):
         cure = f"copy {folder} again; or remove it, python -m fastgpt.prepare SOURCE --out {folder}"
         try:
             corpus = open_shards(folder, tokenizer="auto")
@@ -177,41 +165,26 @@ def data() -> Found:
             yield (f"{folder}: {counted(len(shards), 'shard')} as written",)
         except (UserError, OSError) as error:
             yield reason(error), (True, PROBLEM, "", cure)
-    if not folders:
-        yield (f"nothing is prepared in {where}",)
 
 
 def ops() -> Found:
-    """Checks the first problem of each op's `Spec`."""
+    """Checks the first problem of each op's `Spec`: our kernels on CUDA, else what CPUs use."""
     import torch
 
     from fastgpt.device import device
     from fastgpt.kernels.specs import SPECS
 
     cuda = torch.cuda.is_available() and device.kind_of("cuda").kernels
-    on, right = "cuda" if cuda and not missing_for_triton() else "cpu", 0
+    on, wrong = "cuda" if cuda and not missing_for_triton() else "cpu", []
     cure = "choose another --ops.* for it, such as torch; and report it as a bug of fastgpt"
     for name, spec in SPECS.items():
         try:
-            wrong = [x for d in (torch.float32, torch.bfloat16) for x in spec.faults(on, d)]
+            found = [x for d in (torch.float32, torch.bfloat16) for x in spec.faults(on, d)]
         except Exception as error:
-            wrong = [brief(error)]
-        if wrong:
-            yield f"{name} is wrong on {on}: {wrong[0]}", (True, PROBLEM, "", cure)
-        right += not wrong
-    rest = "" if on == "cuda" else "; our Triton kernels need a GPU"
-    yield (f"{right} of {len(SPECS)} are right on {on}, in fp32 and bf16{rest}",)
+            found = [brief(error)]
+        wrong += [f"{name}: {x}" for x in found[:1]]
+    right = f"{len(SPECS) - len(wrong)} of {len(SPECS)} are right on {on}, in fp32 and bf16"
+    yield right, (wrong, PROBLEM, f"; wrong are {'; '.join(wrong)}", cure)
 
 
-CHECKS = {
-    "python": python, "compiler": compiler, "limits": limits,
-    "disk of runs": partial(disk, Path("runs"), "--run-dir"),
-    "disk of data": lambda: disk(data_dir(), "the variable FASTGPT_DATA"),
-    "versions": versions, "GPU": gpus, "data": data, "ops": ops,
-}  # fmt: skip
-"""By name; those after `versions` need torch."""
-
-
-def of(name: str) -> list[Finding]:
-    """Runs a check in this process."""
-    return run(name, CHECKS[name]())
+CHECKS = python, compiler, limits, disk, versions, gpus, data, ops

@@ -1,68 +1,66 @@
 """Checks of a run on GPUs: its batch, its memory, its passes over the data and its time."""
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from fastgpt import cli
 from fastgpt.config.config import Config
-from fastgpt.data.corpus import MANIFEST, has_shards, read_manifest
-from fastgpt.data.shards import Tokens
+from fastgpt.data.corpus import Corpus, has_shards, open_shards
 from fastgpt.device import device
 from fastgpt.doctor.checks import PROBLEM, WARNING, Finding, Found, run
 from fastgpt.errors import UserError, unknown_name
 from fastgpt.kernels.cross_entropy.chunks import GPU_SHARE
-from fastgpt.kernels.runtime import H100_BYTES
 from fastgpt.parallel import parallelize
 from fastgpt.parallel.distributed import World
 from fastgpt.require_torch import ROOT
-from fastgpt.train.data import GPT2_TOKENS, resolve_source
+from fastgpt.train.data import resolve_source
 from fastgpt.train.micro_batch import largest_micro_batch
 
 GPUS = tomllib.loads(Path(device.__file__).with_name("gpus.toml").read_text("utf-8"))
 
 
 def of_run(
-    recipe: str, settings: list[str], gpu: str, gpus: int | None, rate: float | None
+    recipe: str, settings: list[str], gpu: str, gpus: int, rate: float | None
 ) -> Iterator[Finding]:
-    """Checks the run of a recipe, or of a file of settings; `rate` is in tokens per second.
+    """Checks the run of a recipe with settings; `rate` is in tokens per second.
 
     Raises:
         UserError: an argument is unknown or impossible, or settings do not go together.
     """
-    gpu = gpu.lower().removeprefix("rtx").strip(" -")
-    if gpu and gpu not in GPUS and not gpu.isdecimal():
+    if gpu not in GPUS and not gpu.isdecimal():
         raise unknown_name("--gpu", gpu, GPUS, "its memory in GB, such as 48")
     for flag, value in (("--gpus", gpus), ("--tok-per-s", rate)):
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{flag} is {value}: expected a number greater than 0")
-    here = torch.cuda.is_available()
-    size = 10**9 * int(GPUS.get(gpu, gpu)) if gpu else torch.cuda.mem_get_info()[1] if here else 0
-    here = device.device_name("cuda" if here else "cpu")
-    gpu = gpu if gpu in GPUS else f"{gpu} GB" if gpu else here
-    file = ["--config"] if recipe.endswith((".yaml", ".yml")) else []
-    if not any(x.startswith(("--init", "--resume")) for x in settings):
-        settings = [*settings, "--init-from", "None"]  # which a recipe would download
-    config = cli.parse([*file, recipe, *settings])
-    ranks = gpus or torch.cuda.device_count() or 1
-    together = parallelize.non_dp_size(config.parallel, World(size=ranks))
-    world = World(size=ranks, local_size=ranks, non_dp_size=together)
-    tokens, vocab, (source, *faults) = data_set(config)
-    model = replace(config.model, vocab_size=config.model.vocab_size or vocab)
-    config = replace(config, model=model)
-    total = config.steps * config.train.batch_tokens
-    total = tokens * config.epochs if config.epochs else total
-    if tokens:
-        source = f"{total / tokens:,.2f} passes over {tokens:,} tokens of {source}"
-    yield from run("batch", batch(config, world))
-    yield from run("memory", memory(config, world, gpu, size))
-    yield from run("data", iter([(source, *faults)]))
-    yield from run("time", time(config, ranks, gpu, rate, total))
+    config = cli.parse([recipe, "--init-from", "None", *settings])  # a recipe's is a download
+    together = parallelize.non_dp_size(config.parallel, World(size=gpus))
+    world = World(size=gpus, local_size=gpus, non_dp_size=together)
+    shards = 1 if config.parallel.kind == "ddp" else parallelize.group_size(config.parallel, world)
+    corpus, *fault = prepared(config)
+    vocab = config.model.vocab_size or (corpus.tokenizer.vocab_size if corpus else 256)
+    config = replace(config, model=replace(config.model, vocab_size=vocab))
+    parallelize.check_combination(config, config.train.precision.replace("auto", "bf16"))
+    size = len(corpus.train) if corpus else 0
+    tokens = config.epochs * size if config.epochs else config.steps * config.train.batch_tokens
+    yield from run(batch, config, world)
+    yield from run(memory, config, world, shards, 1e9 * int(GPUS.get(gpu, gpu)))
+    yield from run(data, corpus, tokens, *fault)
+    yield from run(time, config, gpu, gpus, rate, tokens)
+
+
+def prepared(config: Config) -> tuple[Corpus | None, str, str]:
+    """Opens data that is prepared, else returns None; and a state, with the fault's message."""
+    warned: list[str] = []
+    try:
+        where = Path(resolve_source(config.data.source, warned.append)).expanduser()
+        corpus = open_shards(where, tokenizer="auto") if has_shards(where) else None
+    except UserError as error:
+        return None, PROBLEM, str(error)
+    return corpus, WARNING, "".join(warned)
 
 
 def batch(config: Config, world: World) -> Found:
@@ -71,37 +69,29 @@ def batch(config: Config, world: World) -> Found:
     cure = f"--train.batch-tokens {max(1, round(train.batch_tokens / least)) * least}"
     try:
         size = largest_micro_batch(config, world, warned.append)
-        parallelize.check_combination(config, train.precision.replace("auto", "bf16"))
     except UserError as error:
-        other = "" if "--train.batch-tokens" in str(error) else "change this setting"
-        yield str(error), (True, PROBLEM, "", other or cure)
+        yield str(error), (True, PROBLEM, "", cure)
         return
     times = config.global_batch // world.dp_size // size
     slow = warned, WARNING, "".join([": ", *warned]), cure
     yield f"micro-batch {size} x {times} accumulated x {world.dp_size} ranks", slow
 
 
-def memory(config: Config, world: World, gpu: str, size: float) -> Found:
-    """Says what a step takes, and which micro-batch fits if this one does not."""
-    share, train = max(1, config.global_batch // world.dp_size), config.train
-    odd, most = config.global_batch % world.dp_size, min(train.micro_batch, share)
-    sizes = [n for n in range(most, 0, -1) if odd or share % n == 0]
-    sharded = parallelize.shards_weights(config.parallel, world)
-    shards = parallelize.group_size(config.parallel, world) if sharded else 1
-    parts = by_part(config, sizes[0], shards, size or H100_BYTES)
-    peak, free = sum(parts.values()), 0.9 * size
-    fits = [n for n in sizes if sum(by_part(config, n, shards, size).values()) <= free]
+def memory(config: Config, world: World, shards: int, size: float) -> Found:
+    """Says what a step takes of a GPU, and which micro-batch fits if this one does not."""
+    share, free = max(1, config.global_batch // world.dp_size), 0.9 * size
+    most = min(config.train.micro_batch, share)
+    taken = {n: by_part(config, n, shards, size) for n in range(most, 0, -1) if share % n == 0}
+    n, parts = next(iter(taken.items()))
+    peak, fits = sum(parts.values()), [n for n in taken if sum(taken[n].values()) <= free]
     cure = "--train.recompute full, or --parallel.kind fsdp on more GPUs, or a larger GPU"
     cure = f"--train.micro-batch {fits[0]}" if fits else cure
     itself = WARNING if fits and world.size == 1 else PROBLEM  # a run on one GPU takes less
-    listed = ", ".join(f"{part} {n / 2**30:.3g}" for part, n in parts.items())
-    more = train.recompute != "none" and train.compile != "off" and 1.5 * peak > free
+    listed = ", ".join(f"{part} {bytes / 2**30:.3g}" for part, bytes in parts.items())
     yield (
-        f"{peak / 2**30:.3g} GiB for {sizes[0]} sequences at a time ({listed})"
-        + (f" of {size / 2**30:.3g} on {gpu}" if size else "; --gpu says whether that fits"),
-        (size and peak > size, itself, ": too much", cure),
-        (size and peak > free, WARNING, ", of which CUDA and its libraries need some", cure),
-        (size and more, WARNING, "; compiled it may take half as much again", cure),
+        f"{peak / 2**30:.3g} of {size / 2**30:.3g} GiB for {n} sequences at a time ({listed})",
+        (peak > size, itself, ": too much", cure),
+        (peak > free, WARNING, ", of which CUDA and its libraries need some", cure),
     )
 
 
@@ -125,65 +115,46 @@ def by_part(config: Config, sequences: int, shards: int, gpu: float) -> dict[str
     stream = 4 if train.residual == "fp32" else item
     turned = (model.position == "rotary") + 4 * model.qk_norm  # further copies of queries and keys
     attention = item * (2 * q + 2 * k + turned * (q + k)) + 4 * H
-    masks = sum(C for place in ("residual", "feed_forward") if model.dropout_at(place))
-    whole = attention + item * (2 * C + (2 + gated) * F) + stream * 2 * C + masks
+    whole = attention + item * (2 * C + (2 + gated) * F) + stream * 2 * C
     some = attention + (item + 2 * stream) * C
     layer = {"none": whole, "selective": some, "full": (item + stream) * C}
-    again = 0.0 if train.recompute == "none" else M * whole
     loss = min(M * V * item, gpu / GPU_SHARE) + V * C * (4 + item) + M * C * item
     loss = M * V * 12.0 if config.ops.loss == "torch" else loss
-    copies = weights / 2 if item == 2 else 0.0  # autocast's
     return {
         "weights": weights / shards + (weights if shards > 1 else 0),  # gathered, at most all
         "gradients": weights,
         "optimizer": 2 * weights / shards,
-        "activations": M * model.num_layers * layer[train.recompute] + copies,
-        "logits and loss": max(loss, again),
+        "activations": M * model.num_layers * layer[train.recompute]
+        + (weights / 2 if item == 2 else 0),  # autocast's copies
+        "logits and loss": max(loss, M * whole if train.recompute != "none" else 0),
     }
 
 
-def data_set(config: Config) -> tuple[int, int, tuple]:
-    """Returns the number of training tokens, 0 if unknown; the vocabulary; and what was found."""
-    warned: list[str] = []
-    try:
-        where = Path(resolve_source(config.data.source, warned.append)).expanduser()
-    except UserError as error:
-        found, _, cure = str(error).partition(": ")
-        return 0, 256, (found, (True, PROBLEM, "", cure))
-    if (where / MANIFEST).is_file():
-        manifest = read_manifest(where)
-        return manifest["splits"]["train"]["tokens"], manifest["vocab_size"], (where,)
-    if has_shards(where):
-        return len(Tokens(sorted(where.glob("*train*.bin")))), GPT2_TOKENS, (where,)
-    found, _, cure = "".join(warned).rpartition(". To prepare real text: ")
-    fault = warned, WARNING, f"; {found}", cure
-    return 0, 256, (f"{where}, whose size is unknown before a run prepares it", fault)
+def data(corpus: Corpus | None, tokens: float, state: str, said: str) -> Found:
+    what, (fault, _, cure) = "its size is unknown before a run prepares it", said.rpartition(": ")
+    if corpus:
+        size = len(corpus.train)
+        what = f"{tokens / size:,.2f} passes over {size:,} tokens of {corpus.path}"
+    yield what, (said, state, f"; {fault}", cure)
 
 
-def time(config: Config, ranks: int, gpu: str, rate: float | None, tokens: float) -> Found:
-    source = "as given"
-    if rate is None:
-        rate, source = recorded(config, gpu)
-        rate, source = rate * ranks, source + f", times {ranks}" * (ranks > 1)
-    if not tokens:
-        yield ("unknown, as it depends on the data's size",)
-    elif not rate:
-        found = f"unknown, as there is no record of {config.recipe} on {gpu}"
-        yield found, (True, WARNING, "", "--tok-per-s X, as the log of a short run shows it")
-    else:
+def time(config: Config, gpu: str, gpus: int, rate: float | None, tokens: float) -> Found:
+    source, cure = "as given", "--tok-per-s X, as the log of a short run shows it"
+    if rate is None and (row := newest_record(config, gpu)):
+        rate = gpus * row["shape"]["B"] * row["shape"]["T"] / row["seconds"]["p50"]
+        source = f"{gpus} x the record of {row['run'][:10]} on {row['device']}"
+    found = "unknown, as the data's size is" if rate else f"unknown: no record of {gpu}"
+    if rate and tokens:
         days = f"{tokens / rate / 86400:,.3g} days"
-        yield (f"{days} for {tokens:,.0f} tokens at {rate:,.0f} tokens/s, {source}",)
+        found = f"{days} for {tokens:,.0f} tokens at {rate:,.0f}/s, {source}"
+    yield found, (not rate, WARNING, f" with {config.recipe}", cure)
 
 
-def recorded(config: Config, gpu: str) -> tuple[float, str]:
-    """Returns the tokens per second of the newest committed record, 0 if there is none."""
-    newest, found = "", (0.0, "")
-    for path in (ROOT / "bench" / "results").glob("*/*.jsonl"):
-        for row in map(json.loads, path.read_text("utf-8").splitlines()):
-            if row["kind"] == "step" and row["implementation"] == "fastgpt" and row["run"] > newest:
-                on, B, T = row["device"], row["shape"]["B"], row["shape"]["T"]
-                alike = re.search(rf"\b{re.escape(gpu)}\b", on, re.IGNORECASE)
-                if alike and (row["recipe"], T) == (config.recipe, config.model.context):
-                    newest, per_s = row["run"], B * T / row["seconds"]["p50"]
-                    found = per_s, f"the record of {newest[:10]} on {on}"
-    return found
+def newest_record(config: Config, gpu: str) -> dict[str, Any] | None:
+    """Returns the newest committed record of the recipe's step on a GPU; None if there is none."""
+    files = [x for x in ROOT.glob("bench/results/*/*.jsonl") if gpu in x.parent.name.split("-")]
+    rows = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
+    ours = "step", "fastgpt", config.recipe
+    alike = [r for r in rows if (r["kind"], r.get("implementation"), r.get("recipe")) == ours]
+    alike = [r for r in alike if r["shape"]["T"] == config.model.context]
+    return max(alike, key=lambda r: r["run"], default=None)

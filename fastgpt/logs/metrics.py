@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgpt.commands import installed
-from fastgpt.errors import UserError, brief, counted, writing
+from fastgpt.errors import UserError, counted, writing
 from fastgpt.files import no_link, parse_json, write_atomically
 
 CLOSE_S = 30.0
@@ -37,22 +37,19 @@ class MetricsLog:
         track: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.path, self.title, self.warn = run_dir / "metrics.jsonl", title, warn
-        logged = [r for r in read_records(self.path) if is_whole(r)]
+        logged = filter(is_whole, read_records(self.path))
         self.records = [r for r in logged if r["step"] <= from_step]
         kept = "".join(json.dumps(record) + "\n" for record in self.records)
         with writing(self.path):
             write_atomically(self.path, kept.encode())
-        module, place = "fastgpt.logs.trackers", run_dir.absolute()
         self.trackers = {
             name: subprocess.Popen(
-                [sys.executable, "-P", "-m", module, name, place, str(from_step)],
+                [sys.executable, "-P", "-m", "fastgpt.logs.trackers", name, run_dir.absolute()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             )
             for name in track if track != "none"
         }  # fmt: skip
-        self.torn = False
-        """True if the last line of the file may be incomplete."""
         self.lost = 0
         """Number of writes that have failed."""
 
@@ -61,21 +58,17 @@ class MetricsLog:
         try:
             with writing(path):
                 yield
-        except Exception as error:  # whatever a tracker raises
+        except Exception as error:  # Matplotlib's, too
             if not self.lost:
-                why = str(error) if isinstance(error, UserError) else brief(error)
-                self.warn(f"the logs cannot be written ({why}): training goes on")
+                self.warn(f"the logs cannot be written ({error}): training goes on")
             self.lost += 1
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes a line of JSON."""
         self.records.append(record)
-        line = f"{json.dumps(record)}\n"
         with self._unfailing(self.path), open(self.path, "a", opener=no_link) as file:
-            begin, self.torn = "\n" if self.torn else "", True
-            file.write(begin + line)
-            file.flush()
-            self.torn = False
+            torn = "\n" * (self.lost > 0)  # the line before may be incomplete
+            file.write(f"{torn}{json.dumps(record)}\n")
 
     def write_sample(self, step: int, text: str) -> None:
         """Appends a sample to samples.txt."""
@@ -106,8 +99,7 @@ def check_trackers(track: Sequence[str]) -> None:
     """Raises `UserError` if the package of a tracker is missing."""
     for name in track:
         if track != "none" and installed(name) is None:
-            how = f"pip install -c constraints.txt '.[{name}]'"
-            raise UserError(f"--track {name} needs the package {name}: {how}")
+            raise UserError(f"--track {name} needs pip install -c constraints.txt '.[{name}]'")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -121,11 +113,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def is_whole(record: dict[str, Any]) -> bool:
     """Returns True if a record has the step, tokens and losses that `MetricsLog` wrote."""
-    whole = [value for value in record.values() if type(value) is int]
     counts = {type(record.get(name)) for name in ("step", "tokens")}
-    losses = record.get("train_loss"), record.get("val_loss", 0.0)
-    fine = counts == {int} and all(abs(x) < 2**63 for x in whole)
-    return fine and isinstance(losses[1], float) and isinstance(losses[0], float | None)
+    small = all(abs(value) < 2**63 for value in record.values() if type(value) is int)
+    train, val = record.get("train_loss"), record.get("val_loss", 0.0)
+    return counts == {int} and small and isinstance(train, float | None) and isinstance(val, float)
 
 
 def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:

@@ -256,10 +256,11 @@ def test_full_disk_while_writing_the_manifest(error, tiny, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("function", "name"), [("plot_losses", "loss.png"), ("open", "samples.txt")]
+    ("function", "name", "lost"),
+    [("plot_losses", "loss.png", 1), ("open", "samples.txt", 2), ("open", "metrics.jsonl", 11)],
 )
-def test_full_disk_while_drawing_the_curves_or_writing_a_sample_ends_no_run(
-    function, name, fit, monkeypatch, capsys
+def test_full_disk_while_drawing_the_curves_or_writing_a_log_ends_no_run(
+    function, name, lost, fit, monkeypatch, capsys
 ):
     def fails(*args, **options):
         if name in [getattr(path, "name", None) for path in args]:
@@ -270,7 +271,8 @@ def test_full_disk_while_drawing_the_curves_or_writing_a_sample_ends_no_run(
     path = fit() / name
     out = capsys.readouterr().out
     assert "done after step 8: " in out
-    assert f"written (no space left on the disk of {path}): training" in out
+    assert out.count(f"written (no space left on the disk of {path}): training") == 1
+    assert f"complete: {lost} write" in out
 
 
 # --- resuming, damaged or confused ----------------------------------------------------------------

@@ -1,8 +1,6 @@
 """Trackers show all that a run logs, each record once, and can neither hold up nor end it."""
 
-import html
 import json
-import re
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -16,19 +14,13 @@ from tests.processes import python
 from tests.runs import Crash, at_step, crash, outcome
 from tests.warm import ROOT, warm
 
-# --- what each shows, read by itself: [(step, name, number or text)] and the settings -------------
+# --- what each shows, read by itself: [(step, name, number)] and the settings ---------------------
 
 
 def in_tensorboard(run):
     board = EventAccumulator(str(run)).Reload()
-    tags = board.Tags()
-    shown = [(e.step, tag, e.value) for tag in tags["scalars"] for e in board.Scalars(tag)]
-    texts = [
-        (e.step, tag, e.tensor_proto.string_val[0].decode()[4:-4])
-        for tag in tags["tensors"] for e in board.Tensors(tag)
-    ]  # fmt: skip
-    settings = [text for _, tag, text in texts if tag == "config"]
-    return shown + [x for x in texts if x[1] == "sample"], json.loads(settings[-1])
+    tags = board.Tags()["scalars"]
+    return [(event.step, tag, event.value) for tag in tags for event in board.Scalars(tag)], None
 
 
 def in_wandb(run):
@@ -41,37 +33,29 @@ def in_wandb(run):
                 ids.add(record["run"]["run_id"])
             if record["type"] == "history":
                 row = record["history"]["item"]
-                if "sample.path" in row:
-                    row["sample"] = page(file.parent / "files" / row["sample.path"])
-                keys = (key for key in row if key[0] != "_" and "sample." not in key)
-                shown += [(row["_step"], key, row[key]) for key in keys]
+                shown += [(row["_step"], key, row[key]) for key in row if key[0] != "_"]
     assert len(ids) == 1
     return shown, config
 
 
 def in_trackio(run):
     from trackio.sqlite_storage import SQLiteStorage
-    from trackio.utils import MEDIA_DIR
 
     [name] = SQLiteStorage.get_runs("fastgpt")
-    shown = [
-        (row["step"], name, page(MEDIA_DIR / x["file_path"]) if isinstance(x, dict) else x)
-        for row in SQLiteStorage.get_logs("fastgpt", name)
-        for name, x in row.items() if name not in ("step", "timestamp")
-    ]  # fmt: skip
+    rows = SQLiteStorage.get_logs("fastgpt", name)
+    shown = [(row["step"], key, x) for row in rows for key, x in row.items()]
     return shown, SQLiteStorage.get_run_config("fastgpt", name)
 
 
-def page(file):
-    return html.unescape(re.search("<pre>(.*)</pre>", file.read_text(), re.S)[1])
+FIGURES = {"train_loss", "lr", "grad_norm", "val_loss", "val_losses/0", "val_losses/1"}
 
 
 @pytest.mark.parametrize(
     ("name", "read", "said"),
     [
         ("tensorboard", in_tensorboard, ""),
-        ("wandb", in_wandb, "wandb: no login was found; `wandb sync /"),
-        ("trackio", in_trackio, "trackio: `trackio show --project fastgpt` shows this run"),
+        ("wandb", in_wandb, " of the project fastgpt, which is kept here"),
+        ("trackio", in_trackio, " of the project fastgpt, which is kept here"),
     ],
 )
 def test_a_run_is_shown_once_also_where_it_is_resumed(
@@ -92,21 +76,15 @@ def test_a_run_is_shown_once_also_where_it_is_resumed(
     run = fit(source, f"--resume auto --steps 12 --track {name}")
     expected = {}
     for record in read_records(run / "metrics.jsonl"):
-        for key in ("train_loss", "val_loss", "lr", "grad_norm", "val_bits_per_byte"):
-            if record.get(key) is not None:
-                expected[record["step"], key] = pytest.approx(record[key], rel=1e-6)
-        parts = enumerate(record.get("val_losses", ()))
-        expected |= {(record["step"], f"val_losses/{i}"): pytest.approx(x) for i, x in parts}
-    samples = re.findall(r"=== step (\d+) ===\n(.*?)\n\n", (run / "samples.txt").read_text(), re.S)
-    expected |= {(int(step), "sample"): text for step, text in samples}
+        record |= {f"val_losses/{i}": x for i, x in enumerate(record.get("val_losses", ()))}
+        shared = FIGURES & record.keys()
+        expected |= {(record["step"], x): pytest.approx(record[x], rel=1e-6) for x in shared}
     shown, settings = read(run)
-    shown = [x for x in shown if x[1] != "tokens"]  # in both records of a step
-    found = {(step, key): x for step, key, x in shown}
-    assert len(found) == len(shown), "something is shown twice"
-    assert {key: found.get(key) for key in expected} == expected
-    assert {"tok_per_s", "mfu", "val_tokens"} <= {key for _, key in found}
-    wanted = json.loads(to_json(saved_config(run)))
-    assert {key: settings[key] for key in wanted} == wanted
+    found = [x for x in shown if x[1] in FIGURES and x[2] is not None]
+    assert len(found) == len(expected), "something is shown twice, or not at all"
+    assert {(step, key): x for step, key, x in found} == expected
+    if name != "tensorboard":
+        assert settings.items() >= json.loads(to_json(saved_config(run))).items()
 
 
 FAULTS = {"wandb": "raise RuntimeError('no server')", "trackio": "hang()"}
@@ -153,6 +131,6 @@ def test_one_that_raises_and_one_that_hangs_cost_nothing_but_what_they_would_sho
 
 def test_a_package_that_is_missing_is_said_before_anything_is_made(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("fastgpt.logs.metrics.installed", lambda name: None)
-    with pytest.raises(UserError, match=r"--track wandb needs the package wandb: pip install .*"):
+    with pytest.raises(UserError, match="--track wandb needs pip install -c "):
         Trainer(parse(tiny("--track wandb")))
     assert not (tmp_path / "run").exists()
