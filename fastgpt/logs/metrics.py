@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -88,7 +89,11 @@ class MetricsLog:
         for name, tracker in self.trackers.items():
             with suppress(subprocess.TimeoutExpired):
                 tracker.wait(max(0, until - time.monotonic()))
-            tracker.kill()
+            with suppress(ProcessLookupError):
+                if sys.platform == "win32":
+                    tracker.kill()
+                else:  # its children, too
+                    os.killpg(tracker.pid, signal.SIGKILL)
             if tracker.wait():
                 self.warn(f"{name} was ended, or ended early: it does not show all of this run")
         if self.lost:
@@ -104,8 +109,13 @@ def check_trackers(track: Sequence[str]) -> None:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Reads the records of a metrics.jsonl, without lines that were cut short or damaged."""
+    return parse_records(path.read_text(errors="replace")) if path.exists() else []
+
+
+def parse_records(text: str) -> list[dict[str, Any]]:
+    """Parses lines of JSON; those that are no objects are left out."""
     records = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for line in text.splitlines():
         with suppress(ValueError):
             records.append(parse_json(line))
     return [record for record in records if isinstance(record, dict)]

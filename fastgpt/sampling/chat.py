@@ -23,7 +23,7 @@ from fastgpt.model.gpt import GPT
 from fastgpt.sampling import templating
 from fastgpt.sampling.streaming import stream
 from fastgpt.sampling.templating import CHATML, Messages
-from fastgpt.terminal import print_stream
+from fastgpt.terminal import print_line, print_stream
 
 Part = tuple[str, bool]
 """Part of a rendered conversation, and whether the model learns it."""
@@ -246,9 +246,6 @@ def talk(model: GPT, tokenizer: Tokenizer, template: Template, **options: Any) -
     """Answers each line of standard input, as one conversation, until it ends.
 
     When it is longer than the context, its oldest turns are left out. Ctrl-C ends an answer.
-
-    Raises:
-        UserError: a line is longer than the context.
     """
     messages: Messages = []
     options["stop"] = [template.end_of_turn(), *options.get("stop", ())]
@@ -257,11 +254,12 @@ def talk(model: GPT, tokenizer: Tokenizer, template: Template, **options: Any) -
         messages.append({"role": "user", "content": line.strip()})
         while len(ids := encode(tokenizer, template.pieces(messages))[0]) >= context:
             if len(messages) == 1:
-                raise UserError(
-                    f"the conversation has {len(ids):,} tokens: expected fewer than the model's"
-                    f" context, {context:,}"
-                )
+                print_line(f"{len(ids):,} tokens are more than the context of {context:,}")
             messages = messages[2:]
+            if not messages:
+                break
+        if not messages:
+            continue
         pieces = stream(model, tokenizer, torch.from_numpy(ids), strip=True, **options)
         said = print_stream(map(str, pieces), interruptible=True)
         messages.append({"role": "assistant", "content": said})

@@ -13,7 +13,7 @@ from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.model.drawing import draw
 from fastgpt.model.generation import check_tokens, following
 from fastgpt.model.gpt import GPT
-from fastgpt.sampling.text import encode_prompt
+from fastgpt.sampling.text import encode_prompt, stop_strings
 from fastgpt.terminal import REPLACEMENT
 
 UNFINISHED = 3
@@ -58,10 +58,10 @@ class Continuation:
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Tensor, *, max_new_tokens: int,
-        stop: Sequence[str] = (), logprobs: int = 0, strip: bool = False, **options: Any,
+        stop: str | Sequence[str] = (), logprobs: int = 0, strip: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         self.tokenizer, self.left, self.last, self.text = tokenizer, max_new_tokens, -1, ""
-        self.stop, self.logprobs, self.strip = [*filter(None, stop)], logprobs, strip
+        self.stop, self.logprobs, self.strip = stop_strings(stop), logprobs, strip
         self.draw = partial(draw, **options)
         self.seen = torch.zeros(1, tokenizer.vocab_size, dtype=torch.bool)
         self.seen[0, prompt[prompt < tokenizer.vocab_size]] = True
@@ -129,8 +129,8 @@ def stream(
         model: in evaluation mode.
         prompt: text, or its ids (T,) int64.
         exact: as in `fastgpt.generate`.
-        options: `max_new_tokens`; `stop`, texts before which it ends; `logprobs`, number of
-            likeliest tokens to report; those of `fastgpt.generate` for drawing.
+        options: `max_new_tokens`; `stop`, one text or several before which it ends; `logprobs`,
+            number of likeliest tokens to report; those of `fastgpt.generate` for drawing.
 
     Yields:
         Piece: its `str` is the text; `tokens` have ids and log-probabilities.

@@ -42,6 +42,11 @@ def warn_if_cut(ids: Tensor, context: int, name: str, warn: Callable[[str], None
         warn(f"{name} has {len(ids):,} tokens: the model sees the last {context:,}, its context")
 
 
+def stop_strings(stop: str | Sequence[str]) -> list[str]:
+    """Returns one stop string, or several, as a list without empty ones."""
+    return [*filter(None, [stop] if isinstance(stop, str) else stop)]
+
+
 def sample_text(
     model: GPT,
     tokenizer: Tokenizer,
@@ -50,7 +55,7 @@ def sample_text(
     max_new_tokens: int,
     seed: int,
     count: int = 1,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     device: str = "cpu",
     **options: Any,
 ) -> list[str]:
@@ -89,6 +94,6 @@ def sample_text(
         if eot in row[begin:end]:
             end = row.index(eot, begin)
         text, begin = tokenizer.decode(row[:end]), len(tokenizer.decode(row[:begin]))
-        found = (text.find(each, begin) for each in filter(None, stop))
+        found = (text.find(each, begin) for each in stop_strings(stop))
         texts.append(text[: min((i for i in found if i >= 0), default=None)])
     return texts

@@ -1,6 +1,7 @@
 """Serves a model: `python -m fastgpt.serve MODEL`, for OpenAI's clients and for browsers."""
 
 import os
+import socket
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from fastgpt.config.checks import Range, check_fields
 from fastgpt.convert.source import open_model
 from fastgpt.device import device
 from fastgpt.display import command
-from fastgpt.errors import UserError, run_command
+from fastgpt.errors import UserError, reason, run_command
 from fastgpt.model.int8 import to_int8
 from fastgpt.sampling.chat import template_of
 from fastgpt.terminal import print_line
@@ -50,6 +51,17 @@ class ServeConfig:
                 f"--host is {self.host}, which other machines can reach: expected a token of your"
                 " choice in the environment variable FASTGPT_TOKEN"
             )
+        if not os.environ.get("FASTGPT_TOKEN", "").isascii():
+            raise UserError("FASTGPT_TOKEN has other characters than ASCII, as HTTP expects them")
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Opens the socket, before a model is loaded for nothing."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UserError(f"--host is {host}, --port is {port}: {reason(error)}") from error
 
 
 def main(argv: list[str]) -> None:
@@ -64,6 +76,7 @@ def main(argv: list[str]) -> None:
         raise UserError(
             f"{error.name} is missing: install the extra serve (make setup EXTRAS=serve)"
         ) from error
+    place = listening(config.host, config.port)
     on = device.pick_device(config.device, "--device")
     precision = device.pick_precision(config.precision, on, "--precision")
     found = open_model(config.model)
@@ -74,13 +87,20 @@ def main(argv: list[str]) -> None:
         to_int8(model, exact=config.exact)
     engine = Engine(model, slots=config.slots, exact=config.exact, autocast=autocast)
     server = Server(
-        name=Path(config.model).name, engine=engine, tokenizer=found.tokenizer,
+        name=Path(config.model).resolve().name, engine=engine, tokenizer=found.tokenizer,
         template=template_of(found.hf_sidecars), token=os.environ.get("FASTGPT_TOKEN"),
     )  # fmt: skip
-    print_line(f"serving {server.name} at http://{config.host}:{config.port}")
-    listen: dict[str, Any] = {"host": config.host, "port": config.port}
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    print_line(f"serving {server.name} at http://{host}:{config.port}")
+
+    class Closing(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            engine.close()  # before the connections, which would wait for their texts
+            super().handle_exit(sig, frame)
+
+    settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 3}
     with closing(engine):
-        uvicorn.run(server.app(), **listen, log_level="warning", timeout_graceful_shutdown=3)
+        Closing(uvicorn.Config(server.app(), **settings)).run(sockets=[place])
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ from fastgpt.sampling.text import encode_prompt
 from fastgpt.serve.engine import Engine, Job
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
-LONGEST_BODY = 2**22
-"""Bytes of the longest request."""
+LONGEST_BODY = 2**18
+"""Bytes of the longest request, of which each part may be a fault that takes time to describe."""
 MOST = 64
 """Most texts of a request: prompts times `n`."""
 SECONDS = 600.0
@@ -85,6 +85,10 @@ class Asked(Fields):
     top_k: int | None = Field(None, ge=1)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.1, le=10)
+    # accepted where they change nothing
+    user: str = ""
+    frequency_penalty: float = Field(0, ge=0, le=0)
+    presence_penalty: float = Field(0, ge=0, le=0)
 
 
 class Completion(Asked):

@@ -71,6 +71,8 @@ class Engine:
     def submit(self, jobs: list[Job]) -> None:
         """Lets texts wait for a slot; raises `queue.Full` if too many do."""
         with self._changed:
+            if self._closed:
+                raise ConnectionAbortedError("the server ends")
             if len(self.waiting) + len(jobs) > self.queue:
                 raise Full(f"{len(self.waiting)} texts wait already: try again later")
             self.waiting.extend(jobs)

@@ -132,7 +132,7 @@ def test_a_stream_is_the_sample_of_its_seed(model, eot):
         assert [id for id, _ in token.top] == scores.topk(2).indices.tolist()
         assert token.offset == len(row) - 3
         row.append(token.id)
-    [cut] = sample_text(model, tokenizer, [prompt], seed=5, stop=[text[8:10]], **options)
+    [cut] = sample_text(model, tokenizer, [prompt], seed=5, stop=text[8:10], **options)
     assert cut == text[: text.index(text[8:10], 3)] if text[8:10] else text
 
 
@@ -158,6 +158,15 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(monkeypatch, capsys):
     assert len(calls) == 4 + 5
     assert calls[4] > calls[0], "the next turn has the first one before it"
     assert capsys.readouterr().out.count("\n") >= 2
+
+
+def test_a_line_that_is_too_long_does_not_end_a_conversation(monkeypatch, capsys):
+    model = sharp(num_heads=2, dim=16, vocab_size=256, context=200)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a" * 300 + "\nhi\n"))
+    talk(model, ByteTokenizer(), Template(), max_new_tokens=5, temperature=0)
+    out, err = capsys.readouterr()
+    assert len(out) > 1
+    assert " tokens are more than the context of 200\n" in err
 
 
 def test_a_terminal_gets_no_control_characters(monkeypatch):

@@ -23,7 +23,7 @@ from tests.sampling.test_streaming import Letters
 openai = pytest.importorskip("openai")
 httpx2 = pytest.importorskip("httpx2")  # which it brings
 uvicorn = pytest.importorskip("uvicorn")
-from fastgpt.serve.__main__ import ServeConfig  # noqa: E402 - what the extra serve installs
+from fastgpt.serve.__main__ import ServeConfig, listening  # noqa: E402 - what the extra installs
 from fastgpt.serve.app import Server  # noqa: E402
 from fastgpt.serve.engine import Engine, Job  # noqa: E402
 
@@ -209,7 +209,7 @@ WRONG = [
     (b"[]", 400, "the request: Input should be an object"),
     (b"\xff", 400, "the request: Invalid JSON"),
     (b"[" * 10**5, 400, "the request: Invalid JSON"),
-    (bytes(2**22 + 1), 413, "expected at most 4,194,304 bytes"),
+    (bytes(2**18 + 1), 413, "expected at most 262,144 bytes"),
     ({"model": "no"}, 404, "there is no model 'no'"),
     ({"echo": True}, 400, "echo: Extra inputs are not permitted"),
     ({"temperature": float("nan")}, 400, "temperature: Input should be"),
@@ -248,6 +248,20 @@ def test_who_may_ask(model, monkeypatch):
         assert asked(address, body, "/v1/nothing") == (404, "Not Found")
         chat = {"messages": [{"role": "user", "content": "a"}]}
         assert "has no chat template" in asked(address, chat, "/v1/chat/completions")[1]
+
+
+def test_a_place_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(
+            UserError, match=r"^--host is 127.0.0.1, --port is \d+: Address already"
+        ):
+            listening("127.0.0.1", taken.getsockname()[1])
+
+
+def test_an_engine_that_was_closed_takes_no_text(model):
+    (engine := Engine(model)).close()
+    with pytest.raises(ConnectionAbortedError, match="the server ends"):
+        engine.submit([])
 
 
 IDLE = {"status": "ok", "running": 0, "waiting": 0}
