@@ -251,11 +251,9 @@ def test_who_may_ask(model, monkeypatch):
 
 
 def test_a_place_that_is_taken_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(
-            UserError, match=r"^--host is 127.0.0.1, --port is \d+: Address already"
-        ):
-            listening("127.0.0.1", taken.getsockname()[1])
+    said = r"^--host is 127.0.0.1, --port is \d+: Address already in use"
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=said):
+        listening("127.0.0.1", taken.getsockname()[1])
 
 
 def test_an_engine_that_was_closed_takes_no_text(model):
