@@ -96,3 +96,4 @@ def test_a_person_can_talk_with_the_model(browser, model, chat):  # noqa: F811
         assert run("getComputedStyle(document.body).backgroundColor") == "rgb(23, 24, 26)"
         run("max_tokens.value = 0; ask.value = 'ho'; send.click()")
         until("document.querySelector('.error')?.textContent.includes('max_tokens')")
+        assert run("ask.value") == ("" if chat else "ho"), "a refused text may be edited"
