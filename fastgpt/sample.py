@@ -110,13 +110,11 @@ def main(argv: list[str]) -> None:
     try:
         require_toolchain(asked, on)
         found = open_model(config.run)
-        model, tokenizer = found.build_gpt(on, asked), found.tokenizer
+        tokenizer, model = found.known_tokenizer(), found.build_gpt(on, asked)
         if config.weights == "int8":
             to_int8(model, exact=config.exact)
     except UserError as error:
         raise UserError(str(error).replace("--ops.decode", "--decode")) from error
-    if tokenizer is None:
-        raise UserError(f"{config.run} has no tokenizer: expected tokenizer.json beside the model")
     options = {name: getattr(config, name) for name in (*OPTIONS, "stop", "exact")}
     options["max_new_tokens"] = config.tokens
     autocast = device.autocast(on, precision)

@@ -25,7 +25,7 @@ from tests.processes import python
 
 
 class Machine:
-    """What this process sees of its machine, which a test changes."""
+    """Answers of the system to this process, which a test changes."""
 
     def __init__(self, monkeypatch, folder):
         self.patch, self.folder = monkeypatch.setattr, folder

@@ -48,6 +48,14 @@ class OpenedModel:
     hf_sidecars: dict[str, str] = field(default_factory=dict)
     """Text of the files `SIDECARS` by name, and of config.json the fields `TOKEN_IDS`."""
 
+    def known_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer; raises `UserError` if there is none."""
+        if self.tokenizer is None:
+            raise UserError(
+                f"{self.path} has no tokenizer: expected tokenizer.json beside the model"
+            )
+        return self.tokenizer
+
     def build_gpt(self, device: str = "cpu", asked: OpsConfig | None = None) -> GPT:
         """Builds the model in evaluation mode, in fp32, with the ops asked for."""
         model = build_model(self.config, tables.select(asked or OpsConfig(), device))

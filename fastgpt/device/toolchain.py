@@ -1,4 +1,4 @@
-"""What torch.compile and Triton need of this machine; it imports no torch."""
+"""Compilers and headers that torch.compile and Triton need; this module imports no torch."""
 
 import importlib.util
 import os

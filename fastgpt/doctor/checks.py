@@ -31,7 +31,7 @@ Found = Iterator[tuple[Any, ...]]
 
 
 class Finding(NamedTuple):
-    """What a check found, in one line, and the cure if its state is not ok."""
+    """Result of a check, in one line, with the cure if its state is not ok."""
 
     check: str
     state: str

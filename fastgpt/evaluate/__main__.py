@@ -54,10 +54,8 @@ class EvaluateConfig:
 
 def scorer_of(source: OpenedModel, batch: int, on: str, precision: str) -> Scorer:
     """Builds a model that was opened on the device `on`; raises `UserError` without a tokenizer."""
-    if source.tokenizer is None:
-        raise UserError(f"{source.path} has no tokenizer: expected tokenizer.json beside the model")
     return Scorer(
-        model=source.build_gpt(on), tokenizer=source.tokenizer, batch=batch, device=on,
+        tokenizer=source.known_tokenizer(), model=source.build_gpt(on), batch=batch, device=on,
         autocast=device.autocast(on, precision),
     )  # fmt: skip
 

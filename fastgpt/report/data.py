@@ -1,4 +1,4 @@
-"""What a report shows of a run, read from its folder, into which the run may still be writing."""
+"""Figures, samples and settings of a run for a report, read while the run may still write them."""
 
 import re
 from collections.abc import Sequence

@@ -74,20 +74,19 @@ def main(argv: list[str]) -> None:
         from fastgpt.serve.engine import Engine
     except ImportError as error:
         raise UserError(
-            f"{error.name} is missing: install the extra serve (make setup EXTRAS=serve)"
+            f"serving needs {error.name}: pip install -c constraints.txt '.[serve]'"
         ) from error
     place = listening(config.host, config.port)
     on = device.pick_device(config.device, "--device")
     precision = device.pick_precision(config.precision, on, "--precision")
     found = open_model(config.model)
-    if found.tokenizer is None:
-        raise UserError(f"{found.path} has no tokenizer: expected tokenizer.json beside the model")
+    tokenizer = found.known_tokenizer()
     model, autocast = found.build_gpt(on), partial(device.autocast, on, precision)
     if config.weights == "int8":
         to_int8(model, exact=config.exact)
     engine = Engine(model, slots=config.slots, exact=config.exact, autocast=autocast)
     server = Server(
-        name=Path(config.model).resolve().name, engine=engine, tokenizer=found.tokenizer,
+        name=Path(config.model).resolve().name, engine=engine, tokenizer=tokenizer,
         template=template_of(found.hf_sidecars), token=os.environ.get("FASTGPT_TOKEN"),
     )  # fmt: skip
     host = f"[{config.host}]" if ":" in config.host else config.host

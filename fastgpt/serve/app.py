@@ -148,7 +148,7 @@ class Server:
     tokenizer: Tokenizer
     template: Template | None = None
     token: str | None = None
-    """What clients must send as `Authorization: Bearer`; None: nothing."""
+    """Token that clients must send as `Authorization: Bearer`; None: they need none."""
 
     def app(self) -> FastAPI:
         """Returns the interface."""

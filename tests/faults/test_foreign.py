@@ -1,4 +1,4 @@
-"""What is wrong with files from elsewhere is one line."""
+"""A file from elsewhere that is damaged ends in one line of error."""
 
 import json
 
@@ -23,7 +23,7 @@ REFUSED = (
     r"refuses the messages: no", r"refuses the messages: .*maximum recursion",
     r"refuses the messages: .*unsafe",
 )  # fmt: skip
-"""What is said about the first pieces."""
+"""Error about each of the first pieces."""
 
 
 @pytest.mark.parametrize(("piece", "said"), [*zip(PIECES, REFUSED)])
