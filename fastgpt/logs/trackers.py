@@ -51,7 +51,8 @@ def hosted(name: str, run: Path, id: str) -> Tracker:
         given |= {"id": id, "dir": run, "mode": None if known else "offline"}
         given["settings"] = package.Settings(console="off", silent=True)
     begun = package.init(project=project, resume="allow", **given)
-    where = getattr(begun, "url", None) or "which is kept here (docs/tracking.md)"
+    url = None if getattr(begun, "offline", False) else getattr(begun, "url", None)
+    where = url or "which is kept here (docs/tracking.md)"
     print_line(f"{name}: {run.name}-{id} of the project {project}, {where}")
     return lambda figures, step: begun.log(figures, step=step), begun.finish
 

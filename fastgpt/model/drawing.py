@@ -1,14 +1,34 @@
 """Drawing of the next token from logits (B, V): B rows, V the vocabulary."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Generator, Tensor
 
+from fastgpt.errors import UserError
+
 OPTIONS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 """Names of the options, in the order in which they are applied."""
 COLDEST = 1e-6
 """Lowest temperature that logits are divided by; below it the likeliest token has it all."""
+
+
+def check_options(
+    *, max_new_tokens: int, repetition_penalty: float = 1.0, temperature: float = 1.0,
+    top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+) -> None:  # fmt: skip
+    """Raises `UserError` that names an option, which has the name that `generate` gives it."""
+    for name, value, right, expected in (
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 0, "0 or more"),
+        ("temperature", temperature, 0 <= temperature < math.inf, "0 or more"),
+        ("repetition_penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "above 0"),
+        ("top_k", top_k, top_k is None or top_k >= 1, "1 or more, or None"),
+        ("top_p", top_p, top_p is None or 0 <= top_p <= 1, "0 to 1, or None"),
+        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "0 to 1, or None"),
+    ):
+        if not right:
+            raise UserError(f"{name} is {value}: expected {expected}")
 
 
 def draw(

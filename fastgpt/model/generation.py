@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError
 from fastgpt.kernels import batch_invariant, is_batch_invariant
-from fastgpt.model.drawing import draw
+from fastgpt.model.drawing import check_options, draw
 from fastgpt.ops.kv_cache import Cache
 
 
@@ -62,7 +62,8 @@ def generate(
         (0 if None).
 
     Raises:
-        UserError: the tokens are no whole numbers (B, T), or an id is outside of the vocabulary.
+        UserError: the tokens are no whole numbers (B, T), or an id is outside of the vocabulary, or
+            an option of drawing is impossible.
 
     >>> model = fastgpt.GPT.from_config(num_layers=1, num_heads=2, dim=16, vocab_size=50).eval()
     >>> tokens = torch.tensor([[1, 2], [3, 4]])
@@ -80,6 +81,7 @@ def generate(
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }  # fmt: skip
+    check_options(max_new_tokens=max_new_tokens, **options)
     texts = tokens.cpu().where(~over, tokens[:, :1].cpu())  # no padding
     seen = torch.zeros(B, model.config.vocab_size, dtype=torch.bool).scatter(1, texts, True)
     tokens = tokens.masked_fill(over.to(tokens.device), filler)

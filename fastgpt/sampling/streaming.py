@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from fastgpt.data.tokenizers import Tokenizer
-from fastgpt.model.drawing import draw
+from fastgpt.errors import UserError
+from fastgpt.model.drawing import OPTIONS, check_options, draw
 from fastgpt.model.generation import check_tokens, following
 from fastgpt.model.gpt import GPT
 from fastgpt.sampling.text import encode_prompt, stop_strings
@@ -60,6 +61,11 @@ class Continuation:
         self, tokenizer: Tokenizer, prompt: Tensor, *, max_new_tokens: int,
         stop: str | Sequence[str] = (), logprobs: int = 0, strip: bool = False, **options: Any,
     ) -> None:  # fmt: skip
+        check_options(
+            max_new_tokens=max_new_tokens, **{k: x for k, x in options.items() if k in OPTIONS}
+        )
+        if logprobs < 0:
+            raise UserError(f"logprobs is {logprobs}: expected 0 or more")
         self.tokenizer, self.left, self.last, self.text = tokenizer, max_new_tokens, -1, ""
         self.stop, self.logprobs, self.strip = stop_strings(stop), logprobs, strip
         self.draw = partial(draw, **options)
@@ -136,7 +142,7 @@ def stream(
         Piece: its `str` is the text; `tokens` have ids and log-probabilities.
 
     Raises:
-        UserError: as `fastgpt.encode_prompt`, or an id is outside of the vocabulary.
+        UserError: as `fastgpt.encode_prompt` and `fastgpt.generate`.
 
     >>> model, tokenizer = fastgpt.load("runs/mine")
     >>> pieces = fastgpt.stream(model, tokenizer, "To be", max_new_tokens=20, temperature=0.8)

@@ -1,12 +1,17 @@
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+import fastgpt
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
+from fastgpt.data.tokenizers import IdTokenizer
+from fastgpt.errors import UserError
 from fastgpt.kernels import runtime
 from fastgpt.model.build import build_model
 from fastgpt.model.generation import generate
@@ -371,3 +376,20 @@ def test_all_new_tokens_call_attention_with_one_shape(elsewhere, decode, options
     called = elsewhere(config, decode, 200)
     assert len(called) == 200 + 199 * (decode == "triton")  # which has a second kernel
     assert len(set(called)) == 2 + (decode == "triton")
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [({"top_k": 0}, "1 or more"), ({"top_p": 1.5}, "0 to 1"), ({"min_p": 2}, "0 to 1"),
+     ({"temperature": math.nan}, "0 or more"), ({"temperature": -1}, "0 or more"),
+     ({"repetition_penalty": 0}, "above 0"), ({"max_new_tokens": -2}, "0 or more"),
+     ({"logprobs": -1}, "0 or more")],
+)  # fmt: skip
+def test_an_impossible_option_is_named(option, expected):
+    [(name, value)], given = option.items(), {"max_new_tokens": 2} | option
+    model, said = build().eval(), rf"^{name} is {value}: expected {expected}"
+    with pytest.raises(UserError, match=said):
+        next(fastgpt.stream(model, IdTokenizer(50), torch.tensor([1, 2]), **given))
+    if name != "logprobs":
+        with pytest.raises(UserError, match=said):
+            fastgpt.generate(model, torch.tensor([[1, 2]]), **given)
