@@ -8,12 +8,15 @@ from fastgpt.model.int8 import to_int8
 from tests.models import OPTIONS, build
 
 
-@pytest.mark.parametrize("name", ["gpt2", "modern", "untied", "softcap", "post-norm"])
-def test_logits_are_nearly_those_of_fp32(name):
+@pytest.mark.parametrize(
+    ("name", "bound"),  # of eight seeds the largest were 0.023 and, with SwiGLU's products, 0.105
+    [("gpt2", 0.04), ("untied", 0.04), ("softcap", 0.04), ("post-norm", 0.04), ("modern", 0.15)],
+)
+def test_logits_are_nearly_those_of_fp32(name, bound):
     model, tokens = build(**OPTIONS[name]).eval(), torch.randint(50, (2, 16))
     expected = model(tokens)
     error = to_int8(model)(tokens) - expected
-    assert 0 < error.norm() < 0.15 * expected.norm()
+    assert 0 < error.norm() < bound * expected.norm()
     assert model.generate(tokens[:, :4], max_new_tokens=3).shape == (2, 7)
 
 
