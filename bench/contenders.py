@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bench import parts
 from bench.measure import in_one_line, resident_peak
+from bench.records import slug
 from bench.timing import quantiles
 from bench.trainers import GELUS, nanochat_step, nanogpt_step, plain_step
 from fastgpt.config.config import Config, OpsConfig
@@ -56,6 +57,8 @@ class Workload:
     precision: str
     nanogpt: Path | None = None
     nanochat: Path | None = None
+    traces: Path | None = None
+    """Folder for a Chrome trace of each of fastgpt's steps."""
 
     @property
     def tokens(self) -> int:
@@ -105,11 +108,8 @@ def expect_gpt2(model: ModelConfig) -> None:
 
 def _fastgpt(workload: Workload, ops: OpsConfig) -> Built:
     config = replace(workload.config, ops=ops)
-    engine = Engine(config, warn=lambda _: None)
-    if engine.loader.accumulation > 1:
-        raise UserError(
-            f"{config.global_batch} sequences need accumulation ({engine.micro_batch} at a time)"
-        )
+    # not rehearsed, which beside the first steps of others would halve the batch
+    engine = Engine(config, warn=lambda _: None, rehearse=False)
 
     def step() -> None:
         engine.train_step()
@@ -222,6 +222,12 @@ def _peak(on: str) -> int | None:
     return resident_peak() if Path("/proc/self/status").exists() else None
 
 
+def _trace(name: str, workload: Workload) -> Path | None:
+    if workload.traces is None or not name.startswith("fastgpt"):
+        return None
+    return workload.traces / f"{slug(name)}-{workload.config.global_batch}.trace.json.gz"
+
+
 def serve(pipe: Connection, name: str, workload: Workload) -> None:
     """Builds the contender and answers commands until it is told to stop."""
     if workload.on == "cpu" and not name.startswith("nanogpt"):
@@ -241,7 +247,7 @@ def serve(pipe: Connection, name: str, workload: Workload) -> None:
             elif word == "peak":
                 pipe.send({"peak_bytes": _peak(workload.on)})
             else:
-                pipe.send({"parts": parts.profile(step, workload.on)})
+                pipe.send(parts.profile(step, workload.on, _trace(name, workload)))
     except torch.OutOfMemoryError:
         pipe.send({"failed": "out of memory"})
     except UserError as error:

@@ -1,377 +1,427 @@
-"""Runs every check and benchmark on one GPU and records them: `make gpu`, or `python -m bench.gpu`.
+"""Runs every check and benchmark that needs a GPU: `make gpu`, or `python3 -m bench.gpu first`.
 
-    STAGES="parity bench"   only these, in the order below; any can be repeated alone
-                            (on 16 cores `env aot parity` and the rest take under 9 minutes each,
-                            for machines that stop a command after 10)
-    OUT=dir                 folder for the records; by default bench/results/local/<device>
-    NANOGPT=path LLMC=path  checkouts whose training step is measured as well
-    FULL=1                  no budgets: every test, case and batch size, two starts of each step
-    FASTGPT_COMMIT=...      the commit, where there is no .git
+    first      a training step beside its peers; then tests and short trainings, which share the
+               GPU; then ops beside theirs, and attention's tiles: 8 minutes on an H100
+    second     a step with a larger batch, the other dtypes, a thousand repeats: 3 minutes
+    NAME ...   stages by name, one after the other
 
-The stages are env, aot, parity, bench, step and convergence. Each is a process with a time budget
-of its own, which for aot and parity follows from the kernels and tests counted, and its outcome is
-recorded at once, so that a later failure loses nothing. The figure of a stage says what its budget
-cut off. Without CUDA nothing runs and the exit status is 2; `--rehearse` runs every stage at tiny
-shapes, on a CPU with the kernels in Triton's interpreter, or under `python -m simgpu` on its GPU.
+A stage is a process group with a time budget. If it fails, hangs or breaks its CUDA context, the
+others go on. What is timed runs alone. Each line goes to log.txt at once, each record to *.jsonl,
+and a digest of the records ends the output. docs/gpus.md has the rest.
 """
 
 import argparse
-import functools
 import importlib.util
 import json
-import math
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-import torch
-
-from bench import records
-
+BEGAN, STARTED = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S")
 ROOT = Path(__file__).parents[1]
-NEEDED = ("triton", "pytest", "hypothesis", "matplotlib")
-REHEARSED = "layer_norm and errors_are_seen"
-"""pytest's `-k` expression for the tests that a trial run without a GPU selects."""
-SIMULATED = "SIMGPU" in os.environ
-"""Whether the GPU is simulated (docs/simgpu.md)."""
-FORM_S = 3.0
-"""Seconds of a core to compile a kernel: 0.6 on an EPYC that does nothing else, with a margin."""
-TEST_S = 6.0
-"""Seconds of a core for a test of CUDA that compiles its kernels first: an estimate."""
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Settings of a run, given to every stage."""
-
-    out: Path
-    full: bool
-    rehearse: bool
-
-    @property
-    def on(self) -> str:
-        return "cpu" if self.rehearse and not SIMULATED else "cuda"
-
-    @property
-    def arch(self) -> int:
-        """Compute capability as one number, for which the kernels are compiled."""
-        if self.on == "cpu":
-            return 90
-        major, minor = torch.cuda.get_device_capability()
-        return 10 * major + minor
+CARRIED = ROOT / ".gpu"
+"""What a machine without network needs: wheels, tinyshakespeare.txt, nanogpt/model.py, COMMIT."""
+SCRATCH = ROOT / "build" / "gpu"
+NEEDED = ("triton", "tyro", "rich", "pytest", "xdist", "hypothesis", "matplotlib", "safetensors")
+REHEARSED_BY = "FASTGPT_REHEARSAL"
+"""Variable of the environment that is set while tiny shapes are run on a simulated GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of the run: a command with a time budget.
+    """Arguments of Python with a budget in seconds, which is for an H100 and 16 cores.
 
     Args:
-        budget: computes the seconds after which the stage is stopped.
-        command: builds the arguments of Python, given the seconds that the stage may take.
-        kind: kind of the records that give the key figure.
-        key: computes the key figure from those records; without any, it is the last line printed.
+        tiny: what a rehearsal appends; a command that begins with -m it runs instead.
+        warm: what the stage `~NAME` appends, which fills caches and whose records are thrown away.
+        nice: how far the stages that are worth more go first.
+        leaves: seconds that it does not take from the stages behind it.
     """
 
-    name: str
-    budget: Callable[[Context], int]
-    command: Callable[[Context, float], list[str]]
-    kind: str = ""
-    key: Callable[[list[Row]], str] = str
+    seconds: int
+    command: str
+    tiny: str = ""
+    warm: str = ""
+    nice: int = 0
+    leaves: int = 0
 
 
-# --- the stages -----------------------------------------------------------------------------------
-
-
-def _myself(context: Context, *task: str) -> list[str]:
-    rehearse = ["--rehearse"] if context.rehearse else []
-    return ["-m", "bench.gpu", *rehearse, "--out", str(context.out), *task]
-
-
-def _aot(context: Context, _: float) -> list[str]:
-    command = ["-m", "kernels.aot", "--arch", str(context.arch)]
-    if context.rehearse:
-        command += ["--only", "_norm_sum_kernel"]
-    narrow = [] if context.full else ["--changed"]
-    return [*command, *narrow, "--json", str(context.out / "aot.json")]
-
-
-def _aot_budget(_: Context) -> int:
-    """Returns the seconds to compile one form of each recorded kernel, on all cores."""
-    budgets = json.loads((ROOT / "kernels/proof/budget.json").read_text("utf-8"))
-    kernels = {
-        key.split()[0] for archs in budgets.values() for rows in archs.values() for key in rows
-    }
-    return 15 + math.ceil(len(kernels) * FORM_S / (os.cpu_count() or 1))
-
-
-def parity_files() -> list[str]:
-    """Lists the files with tests that need CUDA, in the order in which they are run.
-
-    Training comes first, because each of its tests compiles for long with one thread.
-    """
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    found = [p for p in paths if "pytest.mark.gpu" in p.read_text("utf-8")]
-    found.sort(key=lambda path: (path.parent.name != "train", path.parent.name != "cuda"))
-    return [str(path.relative_to(ROOT)) for path in found]
-
-
-def _selected_tests(context: Context) -> list[str]:
-    # the option is for tests that need no more than torch
-    options = ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    if context.rehearse:
-        return [*options, "-k", REHEARSED, "tests/kernels/test_conformance.py"]
-    return [*options, "-m", "gpu" if context.full else "gpu and not slow", *parity_files()]
-
-
-def _workers() -> int:
-    """Returns how many tests run at once: most wait for the compiler, not for the GPU."""
-    return min(8, os.cpu_count() or 1) if importlib.util.find_spec("xdist") else 1
-
-
-def _parity(context: Context, _: float) -> list[str]:
-    command = _myself(context, "--pytest", "-v", "-rfE", "--tb=short", *_selected_tests(context))
-    parallel = ["-n", str(_workers()), "--dist", "loadgroup"]
-    return command if context.rehearse or _workers() == 1 else [*command, *parallel]
-
-
-@functools.cache
-def tests_to_run(context: Context) -> int:
-    """Counts the tests of the stage parity, by collecting them; 0 if that fails."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *_selected_tests(context)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found = re.search(r"(\d+)(?:/\d+)? tests? collected", done.stdout)
-    return int(found[1]) if found else 0
-
-
-def _parity_budget(context: Context) -> int:
-    return 30 + math.ceil(tests_to_run(context) * TEST_S / _workers())
-
-
-def _bench(context: Context, seconds: float) -> list[str]:
-    command = ["-m", "bench", "--out", str(context.out), "--budget", f"{0.8 * seconds:.0f}"]
-    if context.rehearse:
-        return [*command, "--device", context.on, "--sizes", "tiny", "--rounds", "2"]
-    return [*command, "--full"] if context.full else [*command, "--goals"]
-
-
-def _step(context: Context, seconds: float) -> list[str]:
-    command = ["-m", "bench.step", "--out", str(context.out), "--explain"]
-    if context.rehearse:
-        command += ["--device", context.on, "--tiny", "--rounds", "1", "--batch", "2"]
-        return [*command, "--contenders", "fastgpt triton", "eager"]
-    given = {flag: os.environ.get(flag.upper()) for flag in ("nanogpt", "llmc")}
-    command += [word for flag, path in given.items() if path for word in (f"--{flag}", path)]
-    if context.full:
-        return [*command, "--starts", "2"]
-    # not `fastgpt`, whose trial of our kernels needs the GPU to itself
-    names = ["fastgpt triton", "compiled", "eager", *(["nanogpt"] if given["nanogpt"] else [])]
-    command += ["--budget", f"{0.4 * seconds:.0f}", "--rounds", "2", "--parallel-start"]
-    return [*command, "--contenders", *names]
-
-
-def _convergence(context: Context, seconds: float) -> list[str]:
-    command = ["-m", "bench.convergence", "--out", str(context.out)]
-    if context.rehearse:
-        return [*command, "--tiny", "--steps", "40"]
-    return [*command, *(() if context.full else ("--budget", f"{0.6 * seconds:.0f}"))]
-
-
-def _tests(rows: list[Row]) -> str:
-    count = Counter(row["outcome"] for row in rows)
-    return ", ".join(f"{count[word]} {word}" for word in ("passed", "failed", "skipped"))
-
-
-def _measured(rows: list[Row]) -> str:
-    """Summarises the benchmark in a few words: our number of rows, and attention's first rate."""
-    ours = [row for row in rows if row["implementation"] == "ours"]
-    first = next((row for row in ours if row["op"] == "attention"), None)
-    rate = f"; {first['case']} {first['pass']} {first['tflops']:.3g} TFLOP/s" if first else ""
-    return f"{len(ours)} of our rows{rate}"
-
-
-def _steps(rows: list[Row]) -> str:
-    """Summarises the training steps in a few words: fastgpt's best tokens per second."""
-    rates = {r["tok_per_s"]: r for r in rows if r["implementation"].startswith("fastgpt")}
-    if not rates:
-        return "no step of fastgpt"
-    best = rates[max(rates)]
-    at = best["case"].removeprefix("step/")
-    return f"{best['implementation']} {best['tok_per_s']:,.0f} tok/s at {at}"
-
-
-STAGES = (
-    Stage("env", lambda _: 15, lambda context, _: _myself(context, "--environment")),
-    Stage("aot", _aot_budget, _aot),
-    Stage("parity", _parity_budget, _parity, "test", _tests),
-    Stage("bench", lambda _: 150, _bench, "op", _measured),
-    Stage("step", lambda _: 180, _step, "step", _steps),
-    Stage("convergence", lambda _: 60, _convergence),
+STEP = (
+    "-m bench.step --out {out} --parallel-start --explain --trace --rounds 6 {nanogpt}"
+    " --batch %d --contenders {peer} 'fastgpt triton'"
 )
-"""Stages of `make gpu`."""
+TESTS = (
+    "-m bench.gpu _tests {out} -rfE --tb=short -m 'gpu and not slow' --dist loadgroup"
+    " tests/kernels/cuda/test_conformance.py tests/kernels/cuda/test_real_sizes.py -n 8 -k '%s'"
+)
+TRITON = (
+    " --ops.attention triton --ops.norm triton --ops.loss chunked --ops.activation triton"
+    " --ops.rotary triton --track none"
+)
+SMALL = (
+    " --steps 6 --model.num-layers 1 --model.dim 32 --model.num-heads 2 --model.context 16"
+    " --train.batch-tokens 64 --data.eval-tokens 64"
+)
+FEW = " -n 2 -k 'layer_norm and gpt2-124m and not thousand and %s'"
 
 
-# --- records --------------------------------------------------------------------------------------
+def _bench(seconds: int, *cases: str) -> Stage:
+    only = "".join(f" --only {case}" for case in cases)
+    tiny = f" --only '{cases[0].split('/')[0]}/*' --sizes tiny --rounds 2"
+    command = "-m bench --device cuda --out {out}" + only
+    return Stage(seconds, command, tiny, warm=" --rounds 2", nice=10)
 
 
-@functools.cache
-def writer(context: Context) -> records.Writer:
-    return records.Writer(context.on, context.out)
+STAGES = {
+    "env": Stage(60, "-m bench.gpu _env {out}"),
+    "step": Stage(190, STEP % 16 + " 'fastgpt triton, fp32 residual' compiled",
+                  " --tiny --rounds 1 --batch 2", leaves=150),
+    "step-eager": Stage(70, STEP % 16 + " --compile off", " --tiny --rounds 1 --batch 2"),
+    "parity": Stage(190, TESTS % "not fp16 and not fp32 and not thousand"
+                    + " tests/kernels/cuda/test_ops.py", FEW % "bf16", leaves=95),
+    "model": Stage(190, "-m bench.gpu _tests {out} -rfE --tb=short -m 'gpu and not slow' -n 4"
+                   " -k 'not fp16 and not fp32' tests/train/test_cuda.py",
+                   " -n 0 -k waits_for_nothing", nice=5),
+    "lecture": Stage(230, "-m bench.reproduce --only \"G'\" --runs {scratch}/runs --out {out}",
+                     "-m bench.gpu _train {out} lecture-gpt-full" + SMALL, leaves=95),
+    "char": Stage(200, "-m bench.gpu _train {out} shakespeare-char" + TRITON, SMALL, nice=5),
+    "resume": Stage(150, "-m bench.gpu _resume {out}", nice=5),
+    "convergence": Stage(150, "-m bench.convergence --out {out} --budget 90",
+                         " --tiny --steps 40", nice=5),
+    "bench-attention": _bench(80, "attention/gpt2-124m/bf16", "attention_packed/gpt2-124m/bf16"),
+    "bench-norm": _bench(50, "layer_norm/gpt2-124m/bf16", "add_layer_norm/gpt2-124m/bf16",
+                         "layer_norm/n768/bf16"),
+    "bench-loss": _bench(70, "cross_entropy/gpt2/bf16", "linear_cross_entropy/gpt2-124m/bf16",
+                         "bias_act/gpt2-124m/bf16"),
+    "tune": Stage(80, "-m bench.tune --out {out} --only 'bits D=64 plain' --top 4 --budget 12",
+                  " --static --arch 90 --only 'sm_90 dq 16 bits D=64 plain'",
+                  warm=" --budget 1", nice=15),
+    "step64": Stage(150, STEP % 64 + " compiled", " --tiny --rounds 1 --batch 4", leaves=30),
+    "rest": Stage(150, TESTS % "fp16 or fp32 or thousand or large"
+                  + " tests/kernels/cuda/test_large.py", FEW % "fp32"),
+}  # fmt: skip
+PLANS = {
+    "first": (490, (
+        ["env"], ["step"], ["step-eager"],  # the last one only if ours took no step
+        ["parity", "lecture", "model", "resume", "convergence", "char",
+         "~bench-attention", "~bench-norm", "~bench-loss", "~tune"],
+        ["bench-attention"], ["bench-norm"], ["bench-loss"], ["tune"],
+    )),
+    "second": (170, (["env"], ["step64"], ["rest"])),
+}  # fmt: skip
+"""Seconds in all, and groups of stages, most valuable first; those of a group run together."""
 
 
-def rows_since(began: str, context: Context, kind: str) -> list[Row]:
-    """Returns the records of a kind, of runs that began then or later."""
-    try:
-        rows = records.read(context.out)
-    except ValueError:  # the folder has other files, too
-        return []
-    return [row for row in rows if row["kind"] == kind and row.get("run", "") >= began]
+# --- stages of our own ----------------------------------------------------------------------------
 
 
-def environment(context: Context) -> int:
-    """Records what is installed, as stage `env`; returns 1 if a needed package is missing."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+@cache
+def writer(out: Path) -> Any:
+    from bench import records
+
+    return records.Writer("cuda", out)
+
+
+def env(out: Path) -> int:
+    """Records and prints what is installed; returns 1 if a package is missing, 2 without CUDA."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         print(f"not installed: {', '.join(missing)}")
         return 1
-    found = {"state": records.state(context.on), "arch": context.arch, "python": sys.version}
-    writer(context).write("environment", found)
-    about = records.described(context.on)
+    import torch
+
+    if not torch.cuda.is_available():
+        print("torch sees no CUDA device; `python -m simgpu -m bench.gpu --rehearse` needs none")
+        return 2
+    from bench import records
+
+    subprocess.run("nvidia-smi; nproc; free -g; df -h .; gcc --version; nvcc --version", shell=True)
+    writer(out).write("environment", {"state": records.state("cuda"), "python": sys.version})
+    about = records.described("cuda")
     said = " ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
     print(f"{about['device']}, driver {about['driver']}, {said}")
     return 0
 
 
-class Outcomes:
-    """A pytest plugin that records the outcome of each test as soon as it is known."""
+def tests(out: Path, *arguments: str) -> int:
+    """Runs pytest and records the outcome of each test as soon as it is known."""
+    import pytest
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
+    class Outcomes:
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                row = {"test": report.nodeid, "outcome": report.outcome}
+                writer(out).write("test", {**row, "seconds": report.duration})
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            row = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
-            writer(self.context).write("test", row)
+    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *arguments]
+    return pytest.main(options, plugins=[Outcomes()])
+
+
+def train(out: Path, *flags: str) -> int:
+    """Trains, then records the losses and the speed that the run has logged."""
+    folder = SCRATCH / "runs" / flags[0]
+    shutil.rmtree(folder, ignore_errors=True)
+    done = subprocess.run([sys.executable, "train.py", *flags, "--run-dir", str(folder)])
+    rows = list(read(folder / "metrics.jsonl"))
+    losses = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
+    rates = [row["tok_per_s"] for row in rows if row.get("tok_per_s")]
+    row = {"recipe": flags[0], "val_loss": losses, "tok_per_s_shared": rates[-1:]}
+    writer(out).write("training", {**row, "best": min(losses.values(), default=None)})
+    return done.returncode
+
+
+def resume(out: Path) -> int:
+    """Trains twice under torchrun and resumes one run; records what is the same to the bit."""
+    from safetensors.torch import load_file
+
+    runs, small = SCRATCH / "resume", os.environ.get(REHEARSED_BY)
+    shutil.rmtree(runs, ignore_errors=True)
+    flags = "shakespeare-char --eval-every 0 --log-every 1 --train.sample-tokens 0" + TRITON
+    flags += " --train.keep-checkpoints 9 --save-every 3"
+    flags += SMALL if small else " --steps 30 --data.eval-tokens 16384"
+
+    def start(run: str, port: int, words: str) -> subprocess.Popen[bytes]:
+        torchrun = f"-m torch.distributed.run --nproc_per_node=1 --master-port={port} train.py"
+        command = [sys.executable, *torchrun.split(), *words.split(), "--run-dir", runs / run]
+        return subprocess.Popen(command)
+
+    def found(run: str) -> tuple[dict[int, float], dict[str, Any]]:
+        rows = [row for row in read(runs / run / "metrics.jsonl") if "train_loss" in row]
+        last = max((runs / run / "checkpoints").glob("step_*"))
+        return {r["step"]: r["train_loss"] for r in rows}, load_file(last / "model.safetensors")
+
+    both = [start(run, 29501 + n, flags) for n, run in enumerate("ab")]
+    ended = [process.wait() for process in both]
+    ended.append(start("c", 29511, f"--resume {runs}/a/checkpoints/step_00000003").wait())
+    for run in "bc" if not any(ended) else ():
+        (a, x), (b, y) = found("a"), found(run)
+        same = a.keys() & b.keys()
+        differ = {step: abs(a[step] / b[step] - 1) for step in sorted(same) if a[step] != b[step]}
+        tensors = [name for name in x if not x[name].equal(y[name])]
+        row = {"runs": f"a {run}", "steps_compared": len(same), "losses_differ": differ}
+        writer(out).write("resume", {**row, "tensors_differ": tensors})
+        print(f"a and {run}, {len(same)} steps:", differ or tensors or "the same bits")
+    return max(map(abs, ended))
+
+
+PROGRAMS = {"_env": env, "_tests": tests, "_train": train, "_resume": resume}
+
+
+# --- digest ---------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields records; a line that a killed process left unfinished does not count."""
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            yield json.loads(line)
+
+
+def recorded(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the records that this run has made, by kind."""
+    rows = defaultdict(list)
+    for row in (row for path in sorted(out.glob("*.jsonl")) for row in read(path)):
+        if row.get("run", "") >= STARTED:
+            rows[row["kind"]].append(row)
+    return rows
+
+
+def digest(out: Path) -> Iterator[str]:
+    """Yields the figures of all stages."""
+    rows = recorded(out)
+    for row in rows["step"]:
+        who, ms = f"{row['case']} {row['implementation']}", row["seconds"]["p50"] * 1e3
+        parts = {part: round(value, 2) for part, value in row.get("parts", {}).items()}
+        speed = f"{row['tok_per_s']:,.0f} tok/s, MFU {row['mfu']:.1%}, {ms:.2f} ms"
+        memory = f"{(row['peak_bytes'] or 0) / 1e9:.1f} GB"
+        yield f"{who}: {speed}, {memory}, first step {row['first_step_s']:.0f} s; {parts}"
+        for kernel, spent, launches in row.get("kernels", [])[: 8 if "fastgpt" not in who else 40]:
+            yield f"{spent:9.3f} ms {launches:6.1f} x  {kernel[:80]}"
+    for row in (*rows["missing"], *rows["refused"]):
+        yield f"not timed: {row['case']} {row['implementation']}: {row['reason'][:150]}"
+    outcomes = {row["test"]: row["outcome"] for row in rows["test"]}
+    yield f"tests: {dict(Counter(outcomes.values()))}"
+    yield from [f"FAILED {test[-150:]}" for test in outcomes if outcomes[test] == "failed"][:25]
+    times = defaultdict(list)
+    for row in rows["op"]:
+        ms = f"{row['implementation']} {row['device_s']['p50'] * 1e3:.3f}"
+        times[f"{row['case']} {row['pass']} ms"].append(ms)
+    yield from (f"{case}: {', '.join(found)}" for case, found in times.items())
+    for row in rows["tune"]:
+        tile = " ".join(str(row[key]) for key in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
+        yield f"tune {row['kernel']} {tile}: {row['milliseconds']['p50']:.4f} ms"
+    shown = ("passed", "last", "system", "measured", "recipe", "best", "tok_per_s_shared", "runs",
+             "steps_compared", "losses_differ", "tensors_differ")  # fmt: skip
+    for kind in ("convergence", "reproduction", "training", "resume"):
+        for row in rows[kind]:
+            yield f"{kind}: {', '.join(f'{key} {row[key]}' for key in shown if key in row)}"[:300]
 
 
 # --- running them ---------------------------------------------------------------------------------
 
 
-def run_stage(stage: Stage, context: Context) -> Row:
-    """Runs one stage of `make gpu` within its time budget and returns its record."""
-    seconds = 24 * 3600 if context.full or SIMULATED else stage.budget(context)
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    environ.pop("TRITON_INTERPRET", None)
-    if context.on == "cpu" and stage.name != "aot":  # which compiles
-        environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    began, start = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter()
-    command = [sys.executable, *stage.command(context, seconds)]
-    with (context.out / "gpu.log").open("a+", encoding="utf-8") as file:
-        print(f"\n=== {stage.name}: {' '.join(command)}", file=file, flush=True)
-        before = file.tell()
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT,
-            start_new_session=True,
+class Running(threading.Thread):
+    """A stage that runs; each line that it prints goes to the log at once."""
+
+    def __init__(self, name: str, command: list[str], seconds: float, nice: int, log: TextIO):
+        super().__init__(daemon=True)
+        self.name, self.seconds, self.log = name, seconds, log
+        self.key, self.status, self.began = "no output", None, time.monotonic()
+        self.took = 0.0
+        log.write(f"{name}| $ python {shlex.join(command)}\n")
+        self.process = subprocess.Popen(
+            ["nice", "-n", str(nice), sys.executable, *command], cwd=ROOT, env=environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            process_group=0,
         )  # fmt: skip
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            _end(process)
-        took = time.perf_counter() - start
-        file.seek(before)
-        printed = ["no output", *(line.strip() for line in file if line.strip())]
-    rows = rows_since(began, context, stage.kind)
-    key = stage.key(rows) if rows else printed[-1]
-    stopped = stage.kind == "test" and status is None
-    key += "".join(left_out(context, began, tests_to_run(context) - len(rows) if stopped else 0))
-    if status is None:
-        key = f"stopped after {seconds} s; {key}"
-    elif status:
-        key = f"exit status {status}; {key}"
-    return {
-        "stage": stage.name, "passed": status == 0, "key": key[:300], "seconds": took,
-        "budget": None if context.full else seconds, "command": command[1:],
-    }  # fmt: skip
+        self.start()
+
+    def run(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.log.write(f"{self.name}| {line.rstrip()}\n")
+            self.key = line.strip() or self.key
+        self.took = time.monotonic() - self.began
+
+    def end(self) -> int | None:
+        """Waits until the budget is used up; returns the status, None if it was stopped."""
+        with suppress(subprocess.TimeoutExpired):
+            left = self.began + self.seconds - time.monotonic()
+            self.status = self.process.wait(max(0.1, left))
+        self.kill()
+        self.join(2)
+        how = {0: "", None: "stopped; "}.get(self.status, f"exit status {self.status}; ")
+        say(self.log, self.name, self.status == 0, f"{self.took:5.0f} s  {how}{self.key[:150]}")
+        return self.status
+
+    def kill(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self.process.pid, number)
+                self.process.wait(4)
 
 
-def left_out(context: Context, began: str, tests: int) -> Iterator[str]:
-    """Yields what a budget cut off, in words; `tests` is the number of tests not run."""
-    if tests > 0:
-        yield f"; {tests} of {tests_to_run(context)} tests not run"
-    missing = rows_since(began, context, "missing")
-    if late := sum(row["reason"].startswith("over the budget") for row in missing):
-        yield f"; {late} of the cases not run: over the budget"
+def say(log: TextIO, name: str, passed: bool, key: str) -> None:
+    line = f"{name:18} {'yes' if passed else 'NO '} {key}"
+    print(line, flush=True)
+    log.write(f"==== {line}\n")
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Ends a process and all that it has started, which share a session."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(5)
+def environment() -> dict[str, str]:
+    path = [str(SCRATCH / "site"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "COLUMNS": "150"}
+    if CARRIED.exists():
+        commit = (CARRIED / "COMMIT").read_text().strip()
+        found |= {"FASTGPT_DATA": str(CARRIED), "FASTGPT_COMMIT": commit, "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **found}
+
+
+def run_group(names: list[str], args: argparse.Namespace, end: float, log: TextIO) -> bool:
+    """Runs stages together until `end` at the latest; returns True if all have passed."""
+    running, passed = [], True
+    given = {"scratch": SCRATCH, "nanogpt": "", "peer": ""}
+    if args.nanogpt:
+        given |= {"nanogpt": f"--nanogpt={args.nanogpt}", "peer": "nanogpt"}
+    for name in names:
+        stage, out = STAGES[name.lstrip("~")], args.out
+        command, seconds = stage.command, args.scale * stage.seconds
+        if args.rehearse:
+            command = stage.tiny if stage.tiny.startswith("-m") else command + stage.tiny
+        if name.startswith("~"):
+            command, seconds, out = command + stage.warm, args.scale * 190, SCRATCH / "warm"
+        words = [word.format(out=out, **given) for word in shlex.split(command)]
+        seconds = min(seconds, end - 4 - time.monotonic())
+        if seconds < 4:
+            say(log, name, False, "not begun: no time is left")
+            passed = False
+            continue
+        nice = stage.nice if len(names) > 1 else 0
+        running.append(Running(name, [word for word in words if word], seconds, nice, log))
+    try:
+        ended = {it.name: it.end() for it in sorted(running, key=lambda it: it.seconds)}
+    finally:
+        for it in running:
+            it.kill()
+    if ended.get("env") == 2:
+        sys.exit(2)
+    return passed and not any(status != 0 for status in ended.values())
+
+
+def run(args: argparse.Namespace, log: TextIO) -> bool:
+    """Installs what was carried, runs plans and stages; returns True if all have passed."""
+    if wheels := sorted(CARRIED.glob("*.whl")):
+        pip = "-m pip install -q --no-index --no-deps --no-compile --upgrade --target"
+        subprocess.run([sys.executable, *pip.split(), SCRATCH / "site", *wheels], check=True)
+    plans = [PLANS.get(name) or (STAGES[name].seconds + 10, [[name]]) for name in args.what]
+    usual, groups = sum(plan[0] for plan in plans), [group for plan in plans for group in plan[1]]
+    seconds = args.seconds or usual * (8 if args.rehearse else 1)
+    args.scale, passed = max(1.0, seconds / usual), True
+    for group in groups:
+        steps = [row["implementation"] for row in recorded(args.out)["step"]]
+        if group == ["step-eager"] and len(groups) > 1 and any("fastgpt" in it for it in steps):
+            continue
+        leaves = max(STAGES[name.lstrip("~")].leaves for name in group)
+        end = BEGAN + seconds - (args.scale * leaves if group != groups[-1] else 0)
+        passed &= run_group(group, args, end, log)
+    return passed
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
-        usage="%(prog)s [--FLAG VALUE ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    environ, names = os.environ, [stage.name for stage in STAGES]
-    chosen = environ.get("STAGES", "").split() or names
-    parser.add_argument("--stages", nargs="+", default=chosen, metavar="NAME", help=" ".join(names))
-    parser.add_argument("--out", type=Path, default=environ.get("OUT") or None, help="folder")
-    full = environ.get("FULL", "") not in ("", "0")
-    parser.add_argument("--full", action="store_true", default=full, help="no time budgets")
-    parser.add_argument("--rehearse", action="store_true", help="run tiny shapes without a GPU")
-    # the commands of the stages env and parity
-    parser.add_argument("--environment", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--pytest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add, carried = parser.add_argument, CARRIED / "nanogpt"
+    add("what", nargs="*", default=["first"], metavar="NAME", help=f"stages: {' '.join(STAGES)}")
+    add("--seconds", type=float, help="end of all [490, 170]; more give each stage more")
+    add("--out", type=Path, default=os.environ.get("OUT"), help="folder of the records")
+    add("--nanogpt", type=Path, default=carried if carried.exists() else None, help="a checkout")
+    add("--rehearse", action="store_true", help="tiny shapes, for `python -m simgpu`")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.stages if name not in names]:
-        parser.error(f"unknown stage {unknown[0]!r} (expected some of {' '.join(names)})")
+    if unknown := [name for name in args.what if name not in {**PLANS, **STAGES}]:
+        parser.error(f"unknown stage {unknown[0]!r}")
+    args.out = (args.out or ROOT / "bench" / "results" / "local" / device()).absolute()
     return args
 
 
-def main(argv: list[str]) -> int:
-    args = parse(argv)
-    if not args.rehearse and not torch.cuda.is_available():
-        print("gpu: torch sees no CUDA device; --rehearse runs every stage on a CPU, tiny")
-        return 2
-    context = Context(Path(), args.full, args.rehearse)
-    out = args.out or records.folder_of(context.on)
-    out.mkdir(parents=True, exist_ok=True)
-    context = replace(context, out=out.absolute())
-    if args.environment:
-        return environment(context)
-    if args.pytest is not None:
-        import pytest
+def device() -> str:
+    """Returns the GPU's name as a folder; from the driver, since torch would start a context."""
+    name = "gpu"
+    with suppress(OSError):
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        name = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0] or name
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
-        return pytest.main(args.pytest, plugins=[Outcomes(context)])
-    stages = [stage for stage in STAGES if stage.name in args.stages]
-    if not context.full:
-        print(f"at most {sum(stage.budget(context) for stage in stages) / 60:.0f} minutes")
-    print(f"{'stage':12} {'passed':7} {'seconds':>7}  key figure")
-    passed = True
-    for stage in stages:
-        print(f"{stage.name:12} ", end="", flush=True)
-        row = run_stage(stage, context)
-        writer(context).write("stage", row)
-        passed &= row["passed"]
-        print(f"{'yes' if row['passed'] else 'NO':7} {row['seconds']:7.0f}  {row['key']}")
-    print(f"records and log: {out}")
+
+def main(argv: list[str]) -> int:
+    if argv and argv[0] in PROGRAMS:
+        return PROGRAMS[argv[0]](Path(argv[1]), *argv[2:])
+    args, passed = parse(argv), False
+    if args.rehearse:
+        os.environ[REHEARSED_BY] = "1"
+    args.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with (args.out / "log.txt").open("a", buffering=1, encoding="utf-8") as log:
+        try:
+            passed = run(args, log)
+        finally:
+            text = "\n".join(digest(args.out))
+            log.write(f"{text}\n")
+            print(text[-9500:])
+            print(f"{time.monotonic() - BEGAN:.0f} s; log and records: {args.out}", flush=True)
     return 0 if passed else 1
 
 

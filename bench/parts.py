@@ -6,7 +6,9 @@ waiting for data.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ PARTS: tuple[str, ...] = (
 )
 STEPS = 3
 """Number of steps that are profiled, after one that is not."""
+LARGEST = 40
+"""Number of kernels of a step whose times are kept."""
 
 # The first match decides; Inductor's fused kernels name the ops in them. Among a CPU's eager ops,
 # batched products are attention's: all others have one weight for the whole batch.
@@ -51,11 +55,18 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def profile(step: Callable[[], None], on: str) -> dict[str, float]:
+def profile(step: Callable[[], None], on: str, trace: Path | None = None) -> dict[str, Any]:
     """Measures the milliseconds of one training step by part, averaged over a few steps.
 
     Kernels that overlap on a GPU count in full, each in its part; the host gap is the time of the
     step when no kernel runs.
+
+    Args:
+        trace: file for a Chrome trace of these steps, compressed if it ends in .gz.
+
+    Returns:
+        dict[str, Any]: `parts`, the milliseconds of each; `kernels`, on a GPU: (name, milliseconds,
+            launches) of the LARGEST in a step.
 
     Raises:
         UserError: the profiler saw no kernel.
@@ -79,6 +90,8 @@ def profile(step: Callable[[], None], on: str) -> dict[str, float]:
     events: Sequence[Any] = profiler.events() or ()
     marks = (e for e in events if e.name == "fastgpt::steps" and not _on_gpu(e))
     wall = next(marks).time_range.elapsed_us()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
     spent = _of_kernels(events) if on == "cuda" else _of_ops(events)
     busy = spent.pop("busy")
     if not busy:
@@ -86,7 +99,18 @@ def profile(step: Callable[[], None], on: str) -> dict[str, float]:
     waiting = min(1e6 * (waited() - before), max(wall - busy, 0.0))
     spent["data wait"] = waiting
     spent["host gap"] = max(wall - busy - waiting, 0.0)
-    return {part: spent.get(part, 0.0) / STEPS / 1e3 for part in PARTS}
+    found = {part: spent.get(part, 0.0) / STEPS / 1e3 for part in PARTS}
+    return {"parts": found, "kernels": _largest(events)}
+
+
+def _largest(events: Sequence[Any]) -> list[tuple[str, float, float]]:
+    us, launches = Counter[str](), Counter[str]()
+    for event in events:
+        if _on_gpu(event) and not _is_mark(event):
+            us[event.name] += event.time_range.elapsed_us()
+            launches[event.name] += 1
+    largest = us.most_common(LARGEST)
+    return [(name, time / STEPS / 1e3, launches[name] / STEPS) for name, time in largest]
 
 
 def _on_gpu(event: Any) -> bool:

@@ -122,6 +122,10 @@ class Reproduce:
     """Device to train on; `auto` takes CUDA if torch sees it, else the CPU."""
     runs: Path = Path("runs/reproduce")
     """Folder of the runs."""
+    render: bool = False
+    """Write the page from the records there are, without training."""
+    out: Path | None = None
+    """Folder of the records; by default bench/results/local/<device>."""
     publish: bool = False
     """Move the local records beside the committed ones and write docs/reproduction.md."""
 
@@ -323,11 +327,11 @@ def main(argv: list[str]) -> None:
     name = records.described(on)["device"]
     page = records.RESULTS / records.LOCAL / PAGE.name
     write_page(options, page)  # shows a problem before hours of training
-    for system in chosen(options.only):
+    for system in chosen(options.only) if not options.render else ():
         for argv in commands(system, options):
             if options.again or on_record(cli.parse(argv), all_runs(), name) is None:
                 console.rule(f"{system.letter}: {' '.join(argv)}")
-                records.Writer(on).write(NAME, reproduce(system, argv, options))
+                records.Writer(on, options.out).write(NAME, reproduce(system, argv, options))
                 write_page(options, page)
     if options.publish:
         records.publish()

@@ -75,6 +75,8 @@ class StepBench:
     """Seconds after which no further batch size is started; the record lists skipped ones."""
     explain: bool = False
     """Print the three parts of fastgpt's step that cost the most over their limit."""
+    trace: bool = False
+    """Keep a Chrome trace of each of fastgpt's steps in the folder of the record."""
     busy: int = 0
     """Number of other processes that keep a core busy meanwhile."""
     tiny: bool = False
@@ -144,14 +146,16 @@ def check(bench: StepBench, on: str) -> None:
 # --- all of it ------------------------------------------------------------------------------------
 
 
-def measure(bench: StepBench, on: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure(
+    bench: StepBench, on: str, folder: Path, traces: Path | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields rows of kind `step` and `missing`, each as soon as it is known."""
     check(bench, on)
     names = names_of(bench, on)
     config = base_config(bench, on, folder / "text.txt")
     precision = device.pick_precision(config.train.precision, on)
     workload = Workload(config=config, on=on, precision=precision, nanogpt=bench.nanogpt)
-    workload = replace(workload, nanochat=bench.nanochat)
+    workload = replace(workload, nanochat=bench.nanochat, traces=traces)
     both = (precision, "fp32") if on == "cpu" and precision != "fp32" else (precision,)
     rates = machine_rates(Timer(on), both, 0.2 if bench.tiny else 1.0)
     if on == "cuda":
@@ -273,7 +277,8 @@ def run(bench: StepBench) -> Path:
     writer = records.Writer(on, bench.out, **settings)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        for kind, row in measure(bench, on, Path(name)):
+        traces = writer.path.parent if bench.trace else None
+        for kind, row in measure(bench, on, Path(name), traces):
             writer.write(kind, row)
             said = f"{row['case']} {row['implementation']}"
             if kind == "missing":

@@ -128,6 +128,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--top", type=int, default=6, help="candidates shown and timed in a slot")
     add("--stages", type=int, nargs="+", help="stages to try; default: by D and pass")
     add("--budget", type=float, default=600, help="seconds of timing in all")
+    add("--out", type=Path, metavar="DIR", help="folder of the record")
     add("--json", type=Path, metavar="FILE", help="write the survivors to FILE")
     add("--within", type=Path, metavar="FILE", help="start from these survivors")
     add("--jobs", type=int, help="compilations at a time [cores]")
@@ -185,7 +186,8 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
                 from bench.tune.measure import measure
 
                 seconds = args.budget / len(todo)
-                measure(arch, slot, found, now, args.top, seconds, timer=Timer("cuda"))
+                timer = Timer("cuda")
+                measure(arch, slot, found, now, args.top, seconds, timer=timer, folder=args.out)
             progress.remove_task(task)
             chosen = choose(found, now, args.margin)
             console.print(shown(arch, slot, found, now, args.top))

@@ -50,6 +50,7 @@ class Engine:
     Args:
         data: own data sets, in place of what `config.data` names.
         source: the model that `config.init_from` names, if it is open already.
+        rehearse: on one GPU, halve a micro-batch that its memory is too small for.
 
     Raises:
         UserError: the settings, the data, the model or checkpoint to start from and the device do
@@ -62,6 +63,7 @@ class Engine:
         warn: Warn = print,
         data: Data | None = None,
         source: OpenedModel | None = None,
+        rehearse: bool = True,
     ) -> None:
         self._resolve(config, warn, data, source)
         config, train, world = self.config, self.config.train, self.world
@@ -84,7 +86,7 @@ class Engine:
         self.step, self.lr = self.restored.step, 0.0
         if train.compile == "graphs":
             self.optimizers.keep_gradients()
-        if world.size == 1 and self.device in micro_batch.REHEARSED:
+        if rehearse and world.size == 1 and self.device in micro_batch.REHEARSED:
             share = config.global_batch
             self.micro_batch = micro_batch.fitting(self.micro_batch, share, self._rehearse, warn)
             device.reset_peak_memory(self.device)
