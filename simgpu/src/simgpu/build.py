@@ -1,8 +1,9 @@
 """Builds the stand-ins for the libraries of NVIDIA's that the installed PyTorch asks for.
 
 Which these are, with which names, symbols and versions of symbols, is read from PyTorch's own
-libraries; the only headers are those that come with Triton. What `native/` does not write becomes
-a function that says its name and fails.
+libraries; the headers are those that come with Triton, or those in the folder that the environment
+variable SIMGPU_CUDA_INCLUDE names. What `native/` does not write becomes a function that says its
+name and fails.
 """
 
 import fcntl
@@ -64,11 +65,13 @@ def built() -> Path:
     cache = os.environ.get("SIMGPU_CACHE") or Path.home() / ".cache" / "simgpu"
     folder = Path(cache, hashlib.sha256(place.encode()).hexdigest()[:16])
     folder.mkdir(parents=True, exist_ok=True)
+    own = triton / "backends" / "nvidia" / "include"
+    include = Path(os.environ.get("SIMGPU_CUDA_INCLUDE") or own)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        everything = _key(Path(__file__), *sorted(NATIVE.iterdir()))
+        everything = _key(Path(__file__), include / "cuda.h", *sorted(NATIVE.iterdir()))
         if not _is_made(folder / "complete", everything):
-            _build(folder, torch, triton)
+            _build(folder, torch, triton, include)
             (folder / "complete.key").write_text(everything)
     return folder
 
@@ -129,9 +132,9 @@ def wanted(torch: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def _build(folder: Path, torch: Path, triton: Path) -> None:
-    include = triton / "backends" / "nvidia" / "include"
+def _build(folder: Path, torch: Path, triton: Path, include: Path) -> None:
     found = wanted(torch)
+    _check_headers(include, next(n for n in found if n.startswith("libcudart.so")))
     driver = next(n for n in found if n.startswith("libcuda.so"))
     _library(folder, driver, found.pop(driver), include)
     ours = [folder / driver, "-ldl", "-lpthread"]
@@ -140,7 +143,7 @@ def _build(folder: Path, torch: Path, triton: Path) -> None:
         f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-ltorch_cuda",
         "-Wl,--allow-shlib-undefined", *ours,
     ]  # fmt: skip
-    key = _key(NATIVE / "dispatch.cpp", *sorted(NATIVE.glob("*.h")))
+    key = _key(NATIVE / "dispatch.cpp", include / "cuda.h", *sorted(NATIVE.glob("*.h")))
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(_make, folder / "libsimgpu.so", key, "g++", *dispatch)]
         for soname, symbols in found.items():
@@ -151,6 +154,20 @@ def _build(folder: Path, torch: Path, triton: Path) -> None:
         script = folder / name
         script.write_text(PTXAS.format(triton / "backends" / "nvidia" / "bin" / name))
         script.chmod(0o755)
+
+
+def _check_headers(include: Path, cudart: str) -> None:
+    """Raises unless the headers are of the CUDA that PyTorch was built for.
+
+    Names and structures change from one major version to the next.
+    """
+    headers = re.search(r"define CUDA_VERSION (\d+)\d{3}$", (include / "cuda.h").read_text(), re.M)
+    torch = cudart.removeprefix("libcudart.so.").split(".")[0]
+    if headers is None or headers[1] != torch:
+        raise RuntimeError(
+            f"PyTorch was built for CUDA {torch}, but the headers in {include} are of CUDA "
+            f"{headers and headers[1]}: set SIMGPU_CUDA_INCLUDE to a folder of CUDA {torch}'s"
+        )
 
 
 def _library(
@@ -171,7 +188,8 @@ def _library(
     sources = [NATIVE / name for name in SOURCES.get(base, [])]
     numbers = [f"-DSIMGPU_{name.upper()}={_version(name)}" for name in ("nccl", "cudnn")]
     _make(
-        folder / soname, _key(stubs, script, *sorted(NATIVE.glob("*.h")), *sources),
+        folder / soname,
+        _key(stubs, script, include / "cuda.h", *sorted(NATIVE.glob("*.h")), *sources),
         "g++", *CXX, "-shared", stubs, *sources, f"-I{NATIVE}", f"-I{include}", *numbers,
         f"-Wl,-soname,{soname}", *([f"-Wl,--version-script={script}"] if versions else []),
         *libraries,
