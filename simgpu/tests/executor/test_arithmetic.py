@@ -57,6 +57,12 @@ def test_integers(name):
     assert got.tolist() == want
 
 
+def test_bits_are_counted():
+    a, _ = pairs()
+    got = apply("popc.b32 {}, {};", np.uint32, a)
+    assert got.tolist() == [int(x).bit_count() for x in a]
+
+
 def test_wide_products_and_their_sums():
     a, b = pairs()
     got = apply("mul.wide.s32 {}, {}, {};", np.uint64, a, b)

@@ -93,6 +93,7 @@ INTEGER = {
     "mad.lo": lambda a, b, c: a * b + c,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "neg": np.negative, "abs": np.abs,
+    "popc": lambda x: np.bitwise_count(x).astype(x.dtype),
 }  # fmt: skip
 FLOAT = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": fma, "div": np.divide,

@@ -19,8 +19,8 @@ from simgpu.executor.ptx import SPECIAL, Array, Immediate, Instruction, Program,
 from simgpu.executor.state import BITS, WHOLE, Mask
 
 COMPUTES = ("mov", "selp", "shfl", "redux", "cvt", "add", "sub", "mul", "mad", "fma", "max",
-            "min", "neg", "abs", "and", "or", "xor", "not", "shl", "shr", "bfe", "prmt", "ex2",
-            "lg2", "rcp", "sqrt", "rsqrt", "div", "rem", "tanh", "setp", "cvta")  # fmt: skip
+            "min", "neg", "abs", "and", "or", "xor", "not", "popc", "shl", "shr", "bfe", "prmt",
+            "ex2", "lg2", "rcp", "sqrt", "rsqrt", "div", "rem", "tanh", "setp", "cvta")  # fmt: skip
 """Instructions that hand undefined values on."""
 
 
