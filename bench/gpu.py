@@ -26,7 +26,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,8 +35,6 @@ CARRIED = ROOT / ".gpu"
 """What a machine without network needs: wheels, tinyshakespeare.txt, nanogpt/model.py, COMMIT."""
 SCRATCH = ROOT / "build" / "gpu"
 NEEDED = ("triton", "tyro", "rich", "pytest", "xdist", "hypothesis", "matplotlib", "safetensors")
-REHEARSED_BY = "FASTGPT_REHEARSAL"
-"""Variable of the environment that is set while tiny shapes are run on a simulated GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +60,9 @@ STEP = (
     "-m bench.step --out {out} --parallel-start --explain --trace --rounds 6 {nanogpt}"
     " --batch %d --contenders {peer} 'fastgpt triton'"
 )
-TESTS = (
-    "-m bench.gpu _tests {out} -rfE --tb=short -m 'gpu and not slow' --dist loadgroup"
-    " tests/kernels/cuda/test_conformance.py tests/kernels/cuda/test_real_sizes.py -n 8 -k '%s'"
-)
+TESTS = "-m bench.gpu _tests {out} -rfE --tb=short -m 'gpu and not slow' --dist loadgroup -n 8"
+LATER = "fp16 or fp32 or thousand or large"
+MODEL = "tests/train/test_cuda.py tests/data/test_loader.py"
 TRITON = (
     " --ops.attention triton --ops.norm triton --ops.loss chunked --ops.activation triton"
     " --ops.rotary triton --track none"
@@ -90,15 +86,15 @@ STAGES = {
     "step": Stage(190, STEP % 16 + " 'fastgpt triton, fp32 residual' compiled",
                   " --tiny --rounds 1 --batch 2", leaves=150),
     "step-eager": Stage(70, STEP % 16 + " --compile off", " --tiny --rounds 1 --batch 2"),
-    "parity": Stage(190, TESTS % "not fp16 and not fp32 and not thousand"
-                    + " tests/kernels/cuda/test_ops.py", FEW % "bf16", leaves=95),
-    "model": Stage(190, "-m bench.gpu _tests {out} -rfE --tb=short -m 'gpu and not slow' -n 4"
-                   " -k 'not fp16 and not fp32' tests/train/test_cuda.py",
+    "parity": Stage(190, f"{TESTS} -k 'not ({LATER})' tests/kernels/cuda", FEW % "bf16", leaves=95),
+    "model": Stage(190, f"{TESTS} -n 4 -k 'not ({LATER})' {MODEL}",
                    " -n 0 -k waits_for_nothing", nice=5),
     "lecture": Stage(230, "-m bench.reproduce --only \"G'\" --runs {scratch}/runs --out {out}",
                      "-m bench.gpu _train {out} lecture-gpt-full" + SMALL, leaves=95),
     "char": Stage(200, "-m bench.gpu _train {out} shakespeare-char" + TRITON, SMALL, nice=5),
-    "resume": Stage(150, "-m bench.gpu _resume {out}", nice=5),
+    "resume": Stage(150, "-m bench.gpu _resume {out} shakespeare-char --steps 30 --eval-every 0"
+                    " --log-every 1 --save-every 3 --train.keep-checkpoints 9"
+                    " --train.sample-tokens 0 --data.eval-tokens 16384" + TRITON, SMALL, nice=5),
     "convergence": Stage(150, "-m bench.convergence --out {out} --budget 90",
                          " --tiny --steps 40", nice=5),
     "bench-attention": _bench(80, "attention/gpt2-124m/bf16", "attention_packed/gpt2-124m/bf16"),
@@ -110,8 +106,7 @@ STAGES = {
                   " --static --arch 90 --only 'sm_90 dq 16 bits D=64 plain'",
                   warm=" --budget 1", nice=15),
     "step64": Stage(150, STEP % 64 + " compiled", " --tiny --rounds 1 --batch 4", leaves=30),
-    "rest": Stage(150, TESTS % "fp16 or fp32 or thousand or large"
-                  + " tests/kernels/cuda/test_large.py", FEW % "fp32"),
+    "rest": Stage(150, f"{TESTS} -k '{LATER}' tests/kernels/cuda {MODEL}", FEW % "fp32"),
 }  # fmt: skip
 PLANS = {
     "first": (490, (
@@ -128,11 +123,12 @@ PLANS = {
 # --- stages of our own ----------------------------------------------------------------------------
 
 
-@cache
-def writer(out: Path) -> Any:
+def record(out: Path, kind: str, row: dict[str, Any]) -> None:
+    from torch import cuda
+
     from bench import records
 
-    return records.Writer("cuda", out)
+    records.Writer("cuda" if cuda.is_available() else "cpu", out).write(kind, row)
 
 
 def env(out: Path) -> int:
@@ -148,10 +144,9 @@ def env(out: Path) -> int:
     from bench import records
 
     subprocess.run("nvidia-smi; nproc; free -g; df -h .; gcc --version; nvcc --version", shell=True)
-    writer(out).write("environment", {"state": records.state("cuda"), "python": sys.version})
+    record(out, "environment", {"state": records.state("cuda"), "python": sys.version})
     about = records.described("cuda")
-    said = " ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    print(f"{about['device']}, driver {about['driver']}, {said}")
+    print(about["device"], about["driver"], about["versions"])
     return 0
 
 
@@ -163,7 +158,7 @@ def tests(out: Path, *arguments: str) -> int:
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.when == "call" or report.outcome != "passed":
                 row = {"test": report.nodeid, "outcome": report.outcome}
-                writer(out).write("test", {**row, "seconds": report.duration})
+                record(out, "test", {**row, "seconds": report.duration})
 
     options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *arguments]
     return pytest.main(options, plugins=[Outcomes()])
@@ -178,41 +173,38 @@ def train(out: Path, *flags: str) -> int:
     losses = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
     rates = [row["tok_per_s"] for row in rows if row.get("tok_per_s")]
     row = {"recipe": flags[0], "val_loss": losses, "tok_per_s_shared": rates[-1:]}
-    writer(out).write("training", {**row, "best": min(losses.values(), default=None)})
+    record(out, "training", {**row, "best": min(losses.values(), default=None)})
     return done.returncode
 
 
-def resume(out: Path) -> int:
+def resume(out: Path, *flags: str) -> int:
     """Trains twice under torchrun and resumes one run; records what is the same to the bit."""
     from safetensors.torch import load_file
 
-    runs, small = SCRATCH / "resume", os.environ.get(REHEARSED_BY)
+    runs = SCRATCH / "resume"
     shutil.rmtree(runs, ignore_errors=True)
-    flags = "shakespeare-char --eval-every 0 --log-every 1 --train.sample-tokens 0" + TRITON
-    flags += " --train.keep-checkpoints 9 --save-every 3"
-    flags += SMALL if small else " --steps 30 --data.eval-tokens 16384"
 
-    def start(run: str, port: int, words: str) -> subprocess.Popen[bytes]:
+    def start(run: str, port: int, *flags: str) -> subprocess.Popen[bytes]:
         torchrun = f"-m torch.distributed.run --nproc_per_node=1 --master-port={port} train.py"
-        command = [sys.executable, *torchrun.split(), *words.split(), "--run-dir", runs / run]
-        return subprocess.Popen(command)
+        return subprocess.Popen(
+            [sys.executable, *torchrun.split(), *flags, "--run-dir", runs / run]
+        )
 
     def found(run: str) -> tuple[dict[int, float], dict[str, Any]]:
         rows = [row for row in read(runs / run / "metrics.jsonl") if "train_loss" in row]
         last = max((runs / run / "checkpoints").glob("step_*"))
         return {r["step"]: r["train_loss"] for r in rows}, load_file(last / "model.safetensors")
 
-    both = [start(run, 29501 + n, flags) for n, run in enumerate("ab")]
+    both = [start(run, 29501 + n, *flags) for n, run in enumerate("ab")]
     ended = [process.wait() for process in both]
-    ended.append(start("c", 29511, f"--resume {runs}/a/checkpoints/step_00000003").wait())
+    ended.append(start("c", 29511, "--resume", f"{runs}/a/checkpoints/step_00000003").wait())
     for run in "bc" if not any(ended) else ():
         (a, x), (b, y) = found("a"), found(run)
-        same = a.keys() & b.keys()
-        differ = {step: abs(a[step] / b[step] - 1) for step in sorted(same) if a[step] != b[step]}
+        differ = {step: abs(a[step] / b[step] - 1) for step in b if a[step] != b[step]}
         tensors = [name for name in x if not x[name].equal(y[name])]
-        row = {"runs": f"a {run}", "steps_compared": len(same), "losses_differ": differ}
-        writer(out).write("resume", {**row, "tensors_differ": tensors})
-        print(f"a and {run}, {len(same)} steps:", differ or tensors or "the same bits")
+        row = {"runs": f"a {run}", "steps_compared": len(b), "losses_differ": differ}
+        record(out, "resume", {**row, "tensors_differ": tensors})
+        print(f"a and {run}, {len(b)} steps:", differ or tensors or "the same bits")
     return max(map(abs, ended))
 
 
@@ -229,18 +221,12 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def recorded(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """Returns the records that this run has made, by kind."""
-    rows = defaultdict(list)
+def digest(out: Path) -> Iterator[str]:
+    """Yields the figures that the stages have recorded since this process began."""
+    rows, times = defaultdict(list), defaultdict(list)
     for row in (row for path in sorted(out.glob("*.jsonl")) for row in read(path)):
         if row.get("run", "") >= STARTED:
             rows[row["kind"]].append(row)
-    return rows
-
-
-def digest(out: Path) -> Iterator[str]:
-    """Yields the figures of all stages."""
-    rows = recorded(out)
     for row in rows["step"]:
         who, ms = f"{row['case']} {row['implementation']}", row["seconds"]["p50"] * 1e3
         parts = {part: round(value, 2) for part, value in row.get("parts", {}).items()}
@@ -254,7 +240,6 @@ def digest(out: Path) -> Iterator[str]:
     outcomes = {row["test"]: row["outcome"] for row in rows["test"]}
     yield f"tests: {dict(Counter(outcomes.values()))}"
     yield from [f"FAILED {test[-150:]}" for test in outcomes if outcomes[test] == "failed"][:25]
-    times = defaultdict(list)
     for row in rows["op"]:
         ms = f"{row['implementation']} {row['device_s']['p50'] * 1e3:.3f}"
         times[f"{row['case']} {row['pass']} ms"].append(ms)
@@ -278,8 +263,7 @@ class Running(threading.Thread):
     def __init__(self, name: str, command: list[str], seconds: float, nice: int, log: TextIO):
         super().__init__(daemon=True)
         self.name, self.seconds, self.log = name, seconds, log
-        self.key, self.status, self.began = "no output", None, time.monotonic()
-        self.took = 0.0
+        self.key, self.took, self.began = "no output", 0.0, time.monotonic()
         log.write(f"{name}| $ python {shlex.join(command)}\n")
         self.process = subprocess.Popen(
             ["nice", "-n", str(nice), sys.executable, *command], cwd=ROOT, env=environment(),
@@ -290,21 +274,22 @@ class Running(threading.Thread):
 
     def run(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.log.write(f"{self.name}| {line.rstrip()}\n")
-            self.key = line.strip() or self.key
+        with self.process.stdout as lines:
+            for line in lines:
+                self.log.write(f"{self.name}| {line.rstrip()}\n")
+                self.key = line.strip() or self.key
         self.took = time.monotonic() - self.began
 
     def end(self) -> int | None:
         """Waits until the budget is used up; returns the status, None if it was stopped."""
+        status = None
         with suppress(subprocess.TimeoutExpired):
-            left = self.began + self.seconds - time.monotonic()
-            self.status = self.process.wait(max(0.1, left))
+            status = self.process.wait(max(0.1, self.began + self.seconds - time.monotonic()))
         self.kill()
         self.join(2)
-        how = {0: "", None: "stopped; "}.get(self.status, f"exit status {self.status}; ")
-        say(self.log, self.name, self.status == 0, f"{self.took:5.0f} s  {how}{self.key[:150]}")
-        return self.status
+        how = {0: "", None: "stopped; "}.get(status, f"exit status {status}; ")
+        say(self.log, self.name, status, f"{self.took:5.0f} s  {how}{self.key[:150]}")
+        return status
 
     def kill(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -313,8 +298,8 @@ class Running(threading.Thread):
                 self.process.wait(4)
 
 
-def say(log: TextIO, name: str, passed: bool, key: str) -> None:
-    line = f"{name:18} {'yes' if passed else 'NO '} {key}"
+def say(log: TextIO, name: str, status: int | None, key: str) -> None:
+    line = f"{name:18} {'yes' if status == 0 else 'NO '} {key}"
     print(line, flush=True)
     log.write(f"==== {line}\n")
 
@@ -328,9 +313,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, **found}
 
 
-def run_group(names: list[str], args: argparse.Namespace, end: float, log: TextIO) -> bool:
-    """Runs stages together until `end` at the latest; returns True if all have passed."""
-    running, passed = [], True
+def run_group(
+    names: list[str], args: argparse.Namespace, end: float, log: TextIO
+) -> dict[str, int | None]:
+    """Runs stages together until `end` at the latest; returns their exit statuses."""
+    running, ended = [], {}
     given = {"scratch": SCRATCH, "nanogpt": "", "peer": ""}
     if args.nanogpt:
         given |= {"nanogpt": f"--nanogpt={args.nanogpt}", "peer": "nanogpt"}
@@ -342,40 +329,39 @@ def run_group(names: list[str], args: argparse.Namespace, end: float, log: TextI
         if name.startswith("~"):
             command, seconds, out = command + stage.warm, args.scale * 190, SCRATCH / "warm"
         words = [word.format(out=out, **given) for word in shlex.split(command)]
-        seconds = min(seconds, end - 4 - time.monotonic())
-        if seconds < 4:
-            say(log, name, False, "not begun: no time is left")
-            passed = False
+        left = end - 4 - time.monotonic()
+        if left < 4:
+            ended[name] = None
+            say(log, name, None, "not begun: no time is left")
             continue
         nice = stage.nice if len(names) > 1 else 0
-        running.append(Running(name, [word for word in words if word], seconds, nice, log))
+        running.append(Running(name, list(filter(None, words)), min(seconds, left), nice, log))
     try:
-        ended = {it.name: it.end() for it in sorted(running, key=lambda it: it.seconds)}
+        return ended | {it.name: it.end() for it in sorted(running, key=lambda it: it.seconds)}
     finally:
         for it in running:
             it.kill()
-    if ended.get("env") == 2:
-        sys.exit(2)
-    return passed and not any(status != 0 for status in ended.values())
 
 
-def run(args: argparse.Namespace, log: TextIO) -> bool:
-    """Installs what was carried, runs plans and stages; returns True if all have passed."""
+def run(args: argparse.Namespace, log: TextIO) -> int:
+    """Installs what was carried, runs plans and stages; returns 0 if all have passed."""
     if wheels := sorted(CARRIED.glob("*.whl")):
         pip = "-m pip install -q --no-index --no-deps --no-compile --upgrade --target"
         subprocess.run([sys.executable, *pip.split(), SCRATCH / "site", *wheels], check=True)
     plans = [PLANS.get(name) or (STAGES[name].seconds + 10, [[name]]) for name in args.what]
     usual, groups = sum(plan[0] for plan in plans), [group for plan in plans for group in plan[1]]
     seconds = args.seconds or usual * (8 if args.rehearse else 1)
-    args.scale, passed = max(1.0, seconds / usual), True
+    args.scale = max(1.0, seconds / usual)
+    ended: dict[str, int | None] = {}
     for group in groups:
-        steps = [row["implementation"] for row in recorded(args.out)["step"]]
-        if group == ["step-eager"] and len(groups) > 1 and any("fastgpt" in it for it in steps):
+        if group == ["step-eager"] and ended.get("step") == 0:
             continue
         leaves = max(STAGES[name.lstrip("~")].leaves for name in group)
         end = BEGAN + seconds - (args.scale * leaves if group != groups[-1] else 0)
-        passed &= run_group(group, args, end, log)
-    return passed
+        ended |= run_group(group, args, end, log)
+        if ended.get("env") == 2:
+            return 2
+    return int(any(status != 0 for status in ended.values()))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -393,36 +379,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if unknown := [name for name in args.what if name not in {**PLANS, **STAGES}]:
         parser.error(f"unknown stage {unknown[0]!r}")
-    args.out = (args.out or ROOT / "bench" / "results" / "local" / device()).absolute()
+    # the name is the driver's, since torch would start a context
+    query = "nvidia-smi -i 0 --query-gpu=name --format=csv,noheader"
+    status, name = subprocess.getstatusoutput(query)
+    name = "gpu" if status else re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    args.out = (args.out or ROOT / "bench" / "results" / "local" / name).absolute()
     return args
-
-
-def device() -> str:
-    """Returns the GPU's name as a folder; from the driver, since torch would start a context."""
-    name = "gpu"
-    with suppress(OSError):
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        name = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0] or name
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def main(argv: list[str]) -> int:
     if argv and argv[0] in PROGRAMS:
         return PROGRAMS[argv[0]](Path(argv[1]), *argv[2:])
-    args, passed = parse(argv), False
-    if args.rehearse:
-        os.environ[REHEARSED_BY] = "1"
+    args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with (args.out / "log.txt").open("a", buffering=1, encoding="utf-8") as log:
         try:
-            passed = run(args, log)
+            return run(args, log)
         finally:
             text = "\n".join(digest(args.out))
             log.write(f"{text}\n")
             print(text[-9500:])
             print(f"{time.monotonic() - BEGAN:.0f} s; log and records: {args.out}", flush=True)
-    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Raw records of measurements: one JSON line for each, with all that is needed to repeat it.
 
-Each line has a `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `stage`,
-`test`, `environment`, `convergence`, `host`, `save`, `muon`, `generate`, `reproduction`, `tune`,
-`process` (a run's phases), `training` (a run's manifest and losses); and a `run`, so that only
-figures of one run are ever compared.
+Each line has a `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `test`,
+`environment`, `convergence`, `host`, `save`, `muon`, `generate`, `reproduction`, `tune`, `process`
+(a run's phases), `training` (a run's losses), `resume` (a run beside a resumed one); and a `run`,
+so that only figures of one run are ever compared.
 
 A measurement writes into `bench/results/local/`, which git ignores; `publish` moves these records
 beside the committed ones.

@@ -20,7 +20,7 @@ from fastgpt.errors import UserError, run_command
 DOCS = Path(__file__).parents[1] / "docs"
 OURS = ("ours", "all")
 """Implementations that count as ours in a record of a refusal; `all`: the whole case failed."""
-SHOWN = ("op", "step", "missing", "refused", "race", "generate", "data", "stage", "tune")
+SHOWN = ("op", "step", "missing", "refused", "race", "generate", "data", "tune")
 """Kinds of records for which a device has a section on the page."""
 HEAD = """# Benchmarks
 

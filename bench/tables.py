@@ -186,20 +186,17 @@ def missing_table(rows: list[Row]) -> str:
 
 
 def other_tables(rows: list[Row]) -> str:
-    """Lays out races of whole processes, text generation, data, and the stages of `make gpu`."""
-    kinds = ("race", "generate", "data", "stage")
-    races, texts, data, stages = ([r for r in rows if r["kind"] == kind] for kind in kinds)
+    """Lays out races of whole processes, text generation and data."""
+    races, texts, data = ([r for r in rows if r["kind"] == k] for k in ("race", "generate", "data"))
     under: dict[Any, str] = {}  # newest race under each condition
     for row in races:
         under[_condition(row)] = max(under.get(_condition(row), ""), row["run"])
     races = [row for row in races if row["run"] == under[_condition(row)]]
-    stages = list({row["stage"]: row for row in stages}.values())
     text = ""
     for title, header, found, cells in (
         ("Whole processes to a loss", f"{RACE}|", races, race_cells),
         ("Text generation", f"{GENERATE}|", texts, generate_cells),
         ("Data", "measurement|result|", data, _data),
-        ("`make gpu`", "stage|passed|key figure|seconds|", stages, _stage),
     ):
         if found:
             lines = ((*cells(row), link(row)) for row in found)
@@ -238,8 +235,3 @@ def _data(row: Row) -> tuple[str, str]:
         f"{min(row[key]):.2f} to {max(row[key]):.2f} s" for key in ("prepare_s", "tiktoken_alone_s")
     )
     return f"prepare {row['megabytes']} MB", f"{ours}; tiktoken alone {alone}"
-
-
-def _stage(row: Row) -> tuple[str, ...]:
-    passed, key = "yes" if row["passed"] else "**no**", row["key"].replace("|", "/")
-    return row["stage"], passed, key, f"{row['seconds']:.0f}"

@@ -82,7 +82,6 @@ SHORTER = [
     (r"^python -m bench.save$", r"\g<0> shakespeare-cpu --rounds 1"),
     (r"bench.save gpt2-124m --kind fsdp$", "bench.save shakespeare-cpu --kind fsdp --rounds 1"),
     (r"^python -m bench.memory$", r"\g<0> shakespeare-cpu --batch 1"),
-    (r"^python -m bench.gpu --rehearse$", r"\g<0> --stages env --out out"),
     (r"^python -m bench\.cpu.*$", "python -m bench.cpu --help"),  # its own takes 15 minutes
     (r"^python -m bench.tune$", rf"\g<0> {SLOT}"),
 ]
@@ -99,7 +98,7 @@ LAST = {
 }
 # Not run here, each with the reason; the arguments are checked all the same.
 EXEMPT = {
-    r"make gpu": "needs a GPU",
+    r"make (gpu|rehearsal)": "needs a GPU, or an hour to simulate one",
     r"make lint": ".ci/run runs it before the tests",
     r"make setup EXTRAS=": "downloads packages",
     r"make docs": "needs the extra docs: tests/test_site.py builds it in the workflow's job docs",

@@ -1,169 +1,152 @@
-"""`make gpu`: stages with time budgets, each recorded whatever becomes of the next."""
+"""`make gpu`: groups of stages with time budgets, whose output and records outlive any of them."""
 
-import ast
 import json
 import os
-import select
+import shlex
+import signal
 import subprocess
-from pathlib import Path
+import sys
+import time
 
 import pytest
 
-from bench import convergence, gpu, records
-from bench.gpu import STAGES, Context, Stage
-from fastgpt.kernels import aot
+from bench import __main__ as bench
+from bench import convergence, gpu, records, reproduce, step
+from bench.gpu import PLANS, STAGES, Stage
+from bench.tune import __main__ as tune
+from fastgpt import cli, flags
 from tests.processes import ROOT, python
 
 
-def fake(name: str, code: str, budget: int = 20) -> Stage:
-    return Stage(name, lambda _: budget, lambda context, seconds: ["-c", code])
+def shell(code: str, **options) -> Stage:
+    return Stage(options.pop("seconds", 20), f"-c {shlex.quote(code)}", **options)
 
 
 @pytest.fixture
-def rehearse(monkeypatch, tmp_path):
-    """Runs these stages instead of the real ones; returns the exit status and rows by name."""
+def plan(monkeypatch, tmp_path, capsys):
+    """Runs groups of stages in place of the real ones; returns status, output and log."""
 
-    def run(*stages: Stage, flags: tuple[str, ...] = ()):
+    def run(seconds: float, stages: dict[str, Stage], *groups: list[str]):
         monkeypatch.setattr(gpu, "STAGES", stages)
-        for name in ("STAGES", "OUT", "FULL"):
-            monkeypatch.delenv(name, raising=False)
-        status = gpu.main(["--rehearse", "--out", str(tmp_path), *flags])
-        rows = [row for row in records.read(tmp_path) if row["kind"] == "stage"]
-        return status, {row["stage"]: row for row in rows}
+        monkeypatch.setattr(gpu, "PLANS", {"first": (seconds, groups)})
+        monkeypatch.setattr(gpu, "CARRIED", tmp_path / "nothing")
+        monkeypatch.setattr(gpu, "SCRATCH", tmp_path / "scratch")
+        monkeypatch.setattr(gpu, "BEGAN", time.monotonic())
+        status = gpu.main(["--out", str(tmp_path / "out")])
+        printed = capsys.readouterr().out
+        said = {line.split()[0]: line.split()[1] for line in printed.splitlines()}
+        return status, said, printed, (tmp_path / "out/log.txt").read_text()
 
     return run
 
 
-def command(*flags: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "bench.gpu", *flags, **env)
-
-
-def test_without_cuda_it_refuses_in_one_line(tmp_path):
-    done = command("--out", tmp_path / "out", CUDA_VISIBLE_DEVICES="")
-    assert (done.returncode, done.stderr) == (2, "")
-    assert done.stdout.count("\n") == 1
-    assert "no CUDA device" in done.stdout
-    assert not (tmp_path / "out").exists()
-
-
-def test_every_stage_is_recorded_whatever_becomes_of_another(rehearse, tmp_path, capsys):
-    stages = (
-        fake("env", "print('fine')"),
-        fake("aot", "import sys; print('halfway'); sys.exit(3)"),
-        fake("parity", "import time; print('so far', flush=True); time.sleep(60)", budget=1),
-        fake("bench", "print('still here')"),
-    )
-    assert rehearse(*stages, flags=("--stages", "bench"))[0] == 0  # one alone
-    status, rows = rehearse(*stages)
-    assert status == 1
-    passed = {name: row["passed"] for name, row in rows.items()}
-    assert passed == {"env": True, "aot": False, "parity": False, "bench": True}
-    assert rows["aot"]["key"] == "exit status 3; halfway"
-    assert rows["parity"]["key"] == "stopped after 1 s; so far"
-    assert rows["parity"]["seconds"] < 10
-    table = capsys.readouterr().out.split("key figure")[2]
-    said = [line.split()[:2] for line in table.splitlines()[1:5]]
-    assert said == [["env", "yes"], ["aot", "NO"], ["parity", "NO"], ["bench", "yes"]]
-    assert len(list(tmp_path.iterdir())) <= 6
-    assert all(path.is_file() for path in tmp_path.iterdir())
-
-
-def test_what_a_stage_started_ends_with_it(rehearse, tmp_path):
-    pipe = tmp_path / "pipe"  # it ends when nobody is left who could write
-    os.mkfifo(pipe)
-    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as reader:
-        script = f"(echo started; sleep 60) >'{pipe}'"
-        rehearse(fake("bench", f"import os; os.system({script!r})", budget=2))
-        assert reader.read() == b"started\n"
-        assert select.select([reader], [], [], 10)[0]
-        assert reader.read() == b""
-
-
-def test_settings_come_from_the_environment(monkeypatch, tmp_path):
-    for name, value in {"STAGES": "parity bench", "OUT": str(tmp_path), "FULL": "1"}.items():
-        monkeypatch.setenv(name, value)
-    args = gpu.parse([])
-    assert (args.stages, args.out, args.full) == (["parity", "bench"], tmp_path, True)
-    monkeypatch.setenv("STAGES", "parity benhc")
-    with pytest.raises(SystemExit):
-        gpu.parse([])
-
-
-@pytest.mark.parametrize(("cores", "aot_s", "parity_s"), [(16, 18, 383), (2, 38, 1440)])
-def test_budgets_follow_from_kernels_and_tests(monkeypatch, tmp_path, cores, aot_s, parity_s):
-    """One form of each of 15 kernels is compiled, and tests are collected, here 470 of them."""
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(gpu, "tests_to_run", lambda _: 470)
-    context = Context(tmp_path, full=False, rehearse=False)
-    budgets = {stage.name: stage.budget(context) for stage in STAGES}
-    assert (budgets["aot"], budgets["parity"]) == (aot_s, parity_s)
-    halves = list(budgets.values())[:3], list(budgets.values())[3:]
-    assert cores < 16 or all(sum(half) < 9 * 60 for half in halves)
-
-
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_full_asks_for_more_than_a_budget_allows(stage, monkeypatch, tmp_path):
-    monkeypatch.setattr(Context, "arch", 103)
-    short, full = (stage.command(Context(tmp_path, full, False), 60.0) for full in (False, True))
-    assert short[0] == full[0] == "-m"
-    assert (short == full) == (stage.name == "env")
-    if stage.name == "aot":
-        asked = [aot.parse(command[2:]) for command in (short, full)]
-        assert [(x.arch, x.changed) for x in asked] == [([100], True), ([100], False)]
-
-
-def test_the_parity_stage_runs_every_test_of_cuda(tmp_path):
-    assert gpu.tests_to_run(Context(tmp_path, full=False, rehearse=True)) > 2
-    files = gpu.parity_files()
-    marked = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(".mark.gpu")
+def test_a_stage_that_fails_hangs_or_is_deaf_takes_no_other_with_it(plan):
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True)"
+    stages = {
+        "env": shell("print('fine')"),
+        "fails": shell("import sys; print('halfway'); sys.exit(3)"),
+        "hangs": shell(f"{deaf}; time.sleep(60)", seconds=2),
+        "beside": shell("import time; time.sleep(1); print('beside')"),
+        "behind": shell("print('behind')"),
     }
-    assert marked == set(files)
-    assert files[0] == "tests/train/test_cuda.py"
+    status, said, printed, log = plan(60, stages, ["env"], ["fails", "hangs", "beside"], ["behind"])
+    assert status == 1
+    passed = {"env": "yes", "fails": "NO", "hangs": "NO", "beside": "yes", "behind": "yes"}
+    assert passed.items() <= said.items()
+    assert "exit status 3; halfway" in printed
+    assert "stopped; deaf" in printed
+    assert {"hangs| deaf", "beside| beside", "behind| behind"} <= set(log.splitlines())
 
 
-def test_a_figure_is_of_what_its_stage_has_recorded_and_not_run(rehearse, tmp_path, monkeypatch):
-    found = [{"kind": "test", "outcome": word} for word in ("passed", "passed", "skipped")]
-    reasons = ("over the budget of 1 s", "needs CUDA")
-    found += [{"kind": "missing", "reason": reason} for reason in reasons]
-    lines = "".join(json.dumps({**row, "run": "3000-01-01T00:00:00-1"}) + "\n" for row in found)
-    writing = (
-        "import time; from pathlib import Path\n"
-        f"Path({str(tmp_path)!r}, 'a.jsonl').write_text({lines!r})\n"
-        "print('not this', flush=True); time.sleep(60)"
-    )
-    earlier = {"kind": "test", "run": "2000-01-01T00:00:00-1", "outcome": "failed"}
-    (tmp_path / "2000-01-01-abc.jsonl").write_text(json.dumps(earlier) + "\n")
-    monkeypatch.setattr(gpu, "tests_to_run", lambda _: 5)
-    _, rows = rehearse(Stage("parity", lambda _: 2, lambda *_: ["-c", writing], "test", gpu._tests))
-    assert rows["parity"]["key"] == (
-        "stopped after 2 s; 2 passed, 0 failed, 1 skipped; 2 of 5 tests not run; "
-        "1 of the cases not run: over the budget"
-    )
+def test_a_plan_ends_in_time_and_a_stage_leaves_some_to_those_behind_it(plan):
+    sleep = "import time; time.sleep(60)"
+    stages = {"env": shell(sleep, leaves=5), "next": shell(sleep), "last": shell(sleep)}
+    status, said, printed, _ = plan(13.5, stages, ["env"], ["next"], ["last"])
+    assert status == 1
+    assert said["env"] == said["next"] == "NO"
+    took = {line.split()[0]: float(line.split()[2]) for line in printed.splitlines()[:2]}
+    assert took["env"] < 6
+    assert sum(took.values()) < 12
+    assert "last               NO  not begun: no time is left" in printed
 
 
-def test_figures_of_the_bench_and_of_the_step():
-    def op(name, who, which, tflops):
-        case = f"{name}/gpt2-124m/bf16"
-        return {"op": name, "case": case, "implementation": who, "pass": which, "tflops": tflops}
+def test_without_cuda_nothing_else_is_begun(plan):
+    stages = {"env": shell("import sys; sys.exit(2)"), "next": shell("print('next')")}
+    status, said, *_ = plan(60, stages, ["env"], ["next"])
+    assert (status, said["env"], "next" in said) == (2, "NO", False)
 
-    rows = [
-        op("rms_norm", "ours", "fwd", 1.0),
-        op("attention", "eager", "fwd", 107.0),
-        op("attention", "ours", "fwd", 215.4),
-        op("attention", "ours", "bwd", 300.0),
-    ]
-    assert gpu._measured(rows) == "3 of our rows; attention/gpt2-124m/bf16 fwd 215 TFLOP/s"
-    rates = {"fastgpt": 1000.0, "fastgpt triton": 2000.0, "nanogpt": 3000.0}
-    steps = [
-        {"case": "step/gpt2-124m/B=64", "implementation": who, "tok_per_s": rate}
-        for who, rate in rates.items()
-    ]
-    assert gpu._steps(steps) == "fastgpt triton 2,000 tok/s at gpt2-124m/B=64"
-    assert gpu._steps(steps[2:]) == "no step of fastgpt"
+
+@pytest.mark.parametrize(("step", "begun"), [("print(1)", False), ("1 / 0", True)])
+def test_the_eager_step_is_taken_only_if_there_is_no_other(plan, step, begun):
+    stages = {"env": shell("1"), "step": shell(step), "step-eager": shell("print('eager')")}
+    assert ("step-eager" in plan(60, stages, ["env"], ["step"], ["step-eager"])[1]) == begun
+
+
+def test_log_and_records_outlive_a_kill(tmp_path):
+    row = json.dumps({"kind": "test", "run": "3000", "test": "a::b", "outcome": "failed"})
+    script, records = tmp_path / "stage.py", tmp_path / "a.jsonl"
+    lines = f"open({str(records)!r}, 'w').write({row!r})", "print('said', flush=True)"
+    script.write_text("\n".join([*lines, "import time; time.sleep(20)"]))
+    program = f"""from bench import gpu
+gpu.STAGES = {{"env": gpu.Stage(60, {str(script)!r})}}
+gpu.main(["env", "--out", {str(tmp_path)!r}])"""
+    runner = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True)
+    log, end = tmp_path / "log.txt", time.monotonic() + 60
+    while not (log.exists() and "env| said" in log.read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
+    os.killpg(runner.pid, signal.SIGSTOP)  # nothing is tidied up
+    runner.kill()
+    runner.wait()
+    assert "env| said" in log.read_text()
+    assert records.read_text() == row
+    assert list(gpu.digest(tmp_path)) == ["tests: {'failed': 1}", "FAILED a::b"]
+
+
+def cases_of(words: list[str]) -> bool:
+    asked = flags.parse(bench.Bench, words, prog="")
+    found = [case.name for case in bench.chosen(asked, "cuda")]
+    return asked.sizes == "tiny" or sorted(found) == sorted(asked.only)
+
+
+PARSERS = {
+    "bench": cases_of,
+    "bench.step": lambda words: flags.parse(step.StepBench, words, prog=""),
+    "bench.reproduce": lambda words: reproduce.chosen(
+        flags.parse(reproduce.Reproduce, words, prog="").only
+    ),
+    "bench.convergence": lambda words: flags.parse(convergence.Convergence, words, prog=""),
+    "bench.tune": lambda words: tune.selected([90], tune.parse(words).only),
+    "_env": lambda words: words[0],
+    "_tests": lambda words: all((ROOT / word).exists() for word in words if "tests/" in word),
+    "_train": lambda words: cli.parse(words[1:]),
+    "_resume": lambda words: cli.parse(words[1:]),
+}
+
+
+@pytest.mark.parametrize("kind", ["command", "tiny", "warm"])
+@pytest.mark.parametrize("name", STAGES)
+def test_the_commands_of_all_stages_are_understood(name, kind, tmp_path, shakespeare, monkeypatch):
+    """So are the cases, files and slots that they name."""
+    monkeypatch.setenv("FASTGPT_DATA", str(shakespeare.parent))
+    stage = STAGES[name]
+    more = "" if kind == "command" else getattr(stage, kind)
+    command = more if more.startswith("-m") else stage.command + more
+    given = {"out": tmp_path, "scratch": tmp_path, "nanogpt": "--nanogpt=x", "peer": "nanogpt"}
+    _, module, *words = [word.format(**given) for word in shlex.split(command)]
+    if module == "bench.gpu":
+        module, *words = words
+    assert PARSERS[module](words)
+
+
+def test_every_stage_has_its_place_in_a_plan():
+    planned = {name for _, groups in PLANS.values() for group in groups for name in group}
+    assert {name.lstrip("~") for name in planned} == set(STAGES)
+
+
+def test_an_unknown_stage_is_named(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["first", "stpe"])
+    assert "'stpe'" in capsys.readouterr().err
 
 
 def test_the_outcome_of_each_test_is_recorded_once(tmp_path):
@@ -178,8 +161,8 @@ def test_unset(broken): pass
 def test_absent(): pass
 """
     (tmp_path / "test_some.py").write_text(source)
-    arguments = ("--pytest", "-n", "1", "-c", "/dev/null", "--rootdir", tmp_path)
-    done = command("--rehearse", "--out", tmp_path, *arguments, tmp_path / "test_some.py")
+    given = ("-n", "1", "-c", "/dev/null", "--rootdir", tmp_path, tmp_path / "test_some.py")
+    done = python("-m", "bench.gpu", "_tests", tmp_path, *given)
     assert done.returncode == 1, done.stderr
     rows = [row for row in records.read(tmp_path) if row["kind"] == "test"]
     outcomes = sorted((row["test"].split("::test_")[1], row["outcome"]) for row in rows)
@@ -197,22 +180,3 @@ def test_losses_that_drift_apart_do_not_pass():
     assert found["relative_difference"] == pytest.approx(1e-3)
     risen = flat[::-1]
     assert not convergence.compare({"torch": risen, "triton": risen}, "fp32")["passed"]
-
-
-@pytest.mark.slow
-def test_every_stage_runs_on_a_cpu(tmp_path):
-    out = tmp_path / "out"
-    done = command("--rehearse", "--out", out, FASTGPT_COMMIT="abc")
-    assert done.returncode == 0, done.stdout + (out / "gpu.log").read_text()
-    rows = records.read(out)
-    stages = [row for row in rows if row["kind"] == "stage"]
-    assert [row["stage"] for row in stages] == [stage.name for stage in STAGES]
-    kinds = {row["kind"] for row in rows}
-    assert {"environment", "machine", "op", "missing", "step", "convergence", "stage"} <= kinds
-    triton = next(r for r in rows if r["kind"] == "step" and r["implementation"] != "eager")
-    assert triton["ops"]["attention"] == triton["ops"]["norm"] == "triton"
-    (drift,) = (row for row in rows if row["kind"] == "convergence")
-    assert drift["ops"]["triton"]["attention"] == "triton"
-    assert drift["relative_difference"] < 1e-5
-    assert json.loads((out / "aot.json").read_text())["rows"]
-    assert len(list(out.iterdir())) <= 6

@@ -134,12 +134,9 @@ def test_the_same_records_give_the_same_files(tmp_path):
     assert sorted(files[0]) == ["benchmarks.md", *plots, "nvidia-h200.md"]
 
 
-def test_the_newest_records_of_stages_races_texts_and_data_are_shown(tmp_path):
-    stage = {"kind": "stage", "run": "r1", **COMMON, "seconds": 12.0, "budget": 150}
+def test_the_newest_records_of_races_texts_and_data_are_shown(tmp_path):
     race = {"kind": "race", **COMMON, "val_loss": [1.9], "nanogpt_over_it": [1.0]}
     rows = [
-        {**stage, "stage": "parity", "passed": False, "key": "3 passed, 1 failed"},
-        {**stage, "stage": "parity", "passed": True, "key": "4 passed | 0 failed", "run": "r2"},
         {**race, "run": "r1", "run_name": "nanogpt", "seconds": [82.0]},
         {**race, "run": "r2", "run_name": "nanogpt", "seconds": [74.0]},
         {"kind": "generate", "run": "r1", **COMMON, "case": "generate/gpt2-124m/2 prompts",
@@ -148,7 +145,6 @@ def test_the_newest_records_of_stages_races_texts_and_data_are_shown(tmp_path):
         {"kind": "data", "run": "r1", **COMMON, "case": "loader (64, 1024)", "p50": 120.0},
     ]  # fmt: skip
     text = text_of(tmp_path, *rows)
-    assert "| parity | yes | 4 passed / 0 failed | 12 |" in text
     assert "| nanogpt | 74.0 | 1.9000 | 1.00 |" in text
     assert "| 82.0 |" not in text
     assert "| generate/gpt2-124m/2 prompts | fastgpt | 1.00 2.00 3.00 | 100.0 |" in text
