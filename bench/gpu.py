@@ -69,7 +69,7 @@ TRITON = (
 )
 SMALL = (
     " --steps 6 --model.num-layers 1 --model.dim 32 --model.num-heads 2 --model.context 16"
-    " --train.batch-tokens 64 --data.eval-tokens 64"
+    " --train.batch-tokens 64 --data.eval-tokens 64 --data.final-eval-tokens 64"
 )
 FEW = " -n 2 -k 'layer_norm and gpt2-124m and not thousand and %s'"
 
@@ -120,9 +120,6 @@ PLANS = {
 """Seconds in all, and groups of stages, most valuable first; those of a group run together."""
 
 
-# --- stages of our own ----------------------------------------------------------------------------
-
-
 def record(out: Path, kind: str, row: dict[str, Any]) -> None:
     from torch import cuda
 
@@ -165,15 +162,14 @@ def tests(out: Path, *arguments: str) -> int:
 
 
 def train(out: Path, *flags: str) -> int:
-    """Trains, then records the losses and the speed that the run has logged."""
+    """Trains, then records the losses that the run has logged."""
     folder = SCRATCH / "runs" / flags[0]
     shutil.rmtree(folder, ignore_errors=True)
     done = subprocess.run([sys.executable, "train.py", *flags, "--run-dir", str(folder)])
-    rows = list(read(folder / "metrics.jsonl"))
+    rows = read(folder / "metrics.jsonl")
     losses = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
-    rates = [row["tok_per_s"] for row in rows if row.get("tok_per_s")]
-    row = {"recipe": flags[0], "val_loss": losses, "tok_per_s_shared": rates[-1:]}
-    record(out, "training", {**row, "best": min(losses.values(), default=None)})
+    best = min(losses.values(), default=None)
+    record(out, "training", {"recipe": flags[0], "val_loss": losses, "best": best})
     return done.returncode
 
 
@@ -185,10 +181,8 @@ def resume(out: Path, *flags: str) -> int:
     shutil.rmtree(runs, ignore_errors=True)
 
     def start(run: str, port: int, *flags: str) -> subprocess.Popen[bytes]:
-        torchrun = f"-m torch.distributed.run --nproc_per_node=1 --master-port={port} train.py"
-        return subprocess.Popen(
-            [sys.executable, *torchrun.split(), *flags, "--run-dir", runs / run]
-        )
+        words = f"-m torch.distributed.run --nproc_per_node=1 --master-port={port} train.py"
+        return subprocess.Popen([sys.executable, *words.split(), *flags, "--run-dir", runs / run])
 
     def found(run: str) -> tuple[dict[int, float], dict[str, Any]]:
         rows = [row for row in read(runs / run / "metrics.jsonl") if "train_loss" in row]
@@ -209,9 +203,6 @@ def resume(out: Path, *flags: str) -> int:
 
 
 PROGRAMS = {"_env": env, "_tests": tests, "_train": train, "_resume": resume}
-
-
-# --- digest ---------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -247,14 +238,11 @@ def digest(out: Path) -> Iterator[str]:
     for row in rows["tune"]:
         tile = " ".join(str(row[key]) for key in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
         yield f"tune {row['kernel']} {tile}: {row['milliseconds']['p50']:.4f} ms"
-    shown = ("passed", "last", "system", "measured", "recipe", "best", "tok_per_s_shared", "runs",
-             "steps_compared", "losses_differ", "tensors_differ")  # fmt: skip
+    shown = ("passed", "last", "system", "measured", "recipe", "best", "runs", "steps_compared",
+             "losses_differ", "tensors_differ")  # fmt: skip
     for kind in ("convergence", "reproduction", "training", "resume"):
         for row in rows[kind]:
             yield f"{kind}: {', '.join(f'{key} {row[key]}' for key in shown if key in row)}"[:300]
-
-
-# --- running them ---------------------------------------------------------------------------------
 
 
 class Running(threading.Thread):
@@ -347,7 +335,8 @@ def run(args: argparse.Namespace, log: TextIO) -> int:
     """Installs what was carried, runs plans and stages; returns 0 if all have passed."""
     if wheels := sorted(CARRIED.glob("*.whl")):
         pip = "-m pip install -q --no-index --no-deps --no-compile --upgrade --target"
-        subprocess.run([sys.executable, *pip.split(), SCRATCH / "site", *wheels], check=True)
+        if subprocess.run([sys.executable, *pip.split(), SCRATCH / "site", *wheels]).returncode:
+            return 3
     plans = [PLANS.get(name) or (STAGES[name].seconds + 10, [[name]]) for name in args.what]
     usual, groups = sum(plan[0] for plan in plans), [group for plan in plans for group in plan[1]]
     seconds = args.seconds or usual * (8 if args.rehearse else 1)
@@ -392,7 +381,8 @@ def main(argv: list[str]) -> int:
         return PROGRAMS[argv[0]](Path(argv[1]), *argv[2:])
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda which, _: sys.exit(128 + which))
     with (args.out / "log.txt").open("a", buffering=1, encoding="utf-8") as log:
         try:
             return run(args, log)
