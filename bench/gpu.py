@@ -11,7 +11,6 @@ and a digest of the records ends the output. docs/gpus.md has the rest.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,12 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from fastgpt.commands import installed
+
 BEGAN, STARTED = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S")
 ROOT = Path(__file__).parents[1]
 CARRIED = ROOT / ".gpu"
 """What a machine without network needs: wheels, tinyshakespeare.txt, nanogpt/model.py, COMMIT."""
 SCRATCH = ROOT / "build" / "gpu"
-NEEDED = ("triton", "tyro", "rich", "pytest", "xdist", "hypothesis", "matplotlib", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,10 @@ def record(out: Path, kind: str, row: dict[str, Any]) -> None:
 
 def env(out: Path) -> int:
     """Records and prints what is installed; returns 1 if a package is missing, 2 without CUDA."""
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = *project["dependencies"], "pytest", "pytest-xdist", "hypothesis"
+    names = [re.split("[>=;]", requirement)[0] for requirement in needed]
+    if missing := [name for name in names if installed(name) is None]:
         print(f"not installed: {', '.join(missing)}")
         return 1
     import torch
