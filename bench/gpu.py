@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 CARRIED = ROOT / ".gpu"
 """What a machine without network needs: wheels, tinyshakespeare.txt, nanogpt/model.py, COMMIT."""
 SCRATCH = ROOT / "build" / "gpu"
+Statuses = dict[str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,9 +306,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, **found}
 
 
-def run_group(
-    names: list[str], args: argparse.Namespace, end: float, log: TextIO
-) -> dict[str, int | None]:
+def run_group(names: list[str], args: argparse.Namespace, end: float, log: TextIO) -> Statuses:
     """Runs stages together until `end` at the latest; returns their exit statuses."""
     running, ended = [], {}
     given = {"scratch": SCRATCH, "nanogpt": "", "peer": ""}
@@ -345,7 +344,7 @@ def run(args: argparse.Namespace, log: TextIO) -> int:
     usual, groups = sum(plan[0] for plan in plans), [group for plan in plans for group in plan[1]]
     seconds = args.seconds or usual * (8 if args.rehearse else 1)
     args.scale = max(1.0, seconds / usual)
-    ended: dict[str, int | None] = {}
+    ended: Statuses = {}
     for group in groups:
         if group == ["step-eager"] and ended.get("step") == 0:
             continue
@@ -375,7 +374,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     # the name is the driver's, since torch would start a context
     query = "nvidia-smi -i 0 --query-gpu=name --format=csv,noheader"
     status, name = subprocess.getstatusoutput(query)
-    name = "gpu" if status else re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    name = "gpu" if status else re.sub(r"[^a-z0-9]+", "-", name.lower())
     args.out = (args.out or ROOT / "bench" / "results" / "local" / name).absolute()
     return args
 
