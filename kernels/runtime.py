@@ -244,7 +244,12 @@ def define_op(
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, parenthesis + rest, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(qualified, ("cpu", "cuda"), impl)
-    torch.library.register_fake(qualified, fake)
+
+    def traced(*args: Any) -> Any:
+        _shorten_messages()
+        return fake(*args)
+
+    torch.library.register_fake(qualified, traced)
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
@@ -276,6 +281,20 @@ def define_op(
         return Function.apply(*args) if torch.is_grad_enabled() else impl(*args)
 
     return call
+
+
+@functools.cache
+def _shorten_messages() -> None:
+    """Lets Inductor's message about an op without a lowering name the op alone.
+
+    PyTorch before 2.13 formats it even where nobody reads it, with the code of the op's arguments
+    and so of all layers before it: 6 layers take minutes to compile, 12 end in a RecursionError.
+    Tracing an op calls this, as the import of Inductor takes a second.
+    """
+    if torch.__version__ < "2.13":
+        from torch._inductor.exc import OperatorIssue
+
+        OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: str(target))
 
 
 def bypasses_dispatcher(*args: Any) -> bool:

@@ -1,21 +1,27 @@
 """The pass over torch.compile's graphs: merged launches are fewer and give the same gradients."""
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, _TorchCompileInductorWrapper
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import GraphModule
 from torch.nn.functional import embedding
 
+from fastgpt.config.config import OpsConfig
+from fastgpt.config.model import ModelConfig
 from fastgpt.device.device import compile_options
 from fastgpt.kernels import add_layer_norm, bias_act, layer_norm
 from fastgpt.kernels.graphs import Merged
 from fastgpt.kernels.rows import MOST
 from fastgpt.kernels.runtime import LAUNCHES
+from fastgpt.model.gpt import GPT
+from fastgpt.ops.tables import select
 
 aten = torch.ops.aten
 
@@ -135,3 +141,22 @@ def test_a_gradient_of_rows_alone_stays_right():
     given = parameters((11, 8))
     apart, together = (gradients(loss, given, merged=merged)[0] for merged in (False, True))
     torch.testing.assert_close(together, apart)
+
+
+@pytest.mark.slow
+def test_the_time_to_compile_a_model_grows_with_its_layers_and_no_faster():
+    """The CI job of the versions runs this: PyTorch 2.11 alone takes 5 minutes for 6 layers."""
+    ops = OpsConfig(attention="triton", norm="triton", loss="chunked", activation="triton")
+    x, seconds = torch.randint(32, (2, 8)), {}
+    for layers in (2, 4, 8, 12):  # the first one imports the compiler
+        torch._dynamo.reset()
+        sizes = ModelConfig(num_layers=layers, num_heads=1, dim=16, context=8, vocab_size=32)
+        model = GPT(sizes, select(ops, "cpu"))
+        start = time.process_time()
+        with inductor.patch(force_disable_caches=True, compile_threads=1):
+            loss = torch.compile(model, fullgraph=True)(x, x)
+            loss.backward()
+        seconds[layers] = time.process_time() - start
+        torch.testing.assert_close(loss, model(x, x))
+    assert seconds[8] < 60
+    assert seconds[12] < 5 * seconds[4]
