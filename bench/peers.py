@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from fastgpt.device.device import has_compiler
+from fastgpt.device.device import end_compile_workers_at_exit, has_compiler
 
 Maker = Callable[[str], Callable[..., Any]]
 
@@ -58,6 +58,7 @@ def compiled(reference: Callable[..., Any]) -> Maker:
             )
         if not has_compiler():
             raise MissingError("no C++ compiler was found (CXX, g++, clang++)")
+        end_compile_workers_at_exit()
         return torch.compile(reference, dynamic=False)
 
     return make

@@ -174,7 +174,7 @@ def torchrun(ranks, *argv, cwd=ROOT, before=(), forks=False, **environment):
         port = str(listening.getsockname()[1])
     own = {"PET_MASTER_PORT": port, "OMP_NUM_THREADS": "1", **environment}
     own["PATH"] = os.pathsep.join([scripts, os.environ["PATH"]])
-    own["PYTHONPATH"] = str(ROOT)
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if forks:
         return warm().start(["-m", "tests.forkrun", str(ranks), *argv], cwd, **own)
     command = ["torchrun", f"--nproc_per_node={ranks}"]

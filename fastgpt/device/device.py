@@ -1,8 +1,11 @@
 """Kinds of devices and what each can do; precision, compilers and peak speed of this machine."""
 
+import atexit
+import functools
 import os
 import platform
 import re
+import subprocess
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -216,8 +219,25 @@ def compile_options(device: str, asked: str) -> dict[str, Any]:
     if kind_of(device) is CUDA:
         from fastgpt.kernels.graphs import MERGED  # imports Inductor
 
+        end_compile_workers_at_exit()
         options = {"combo_kernels": True, "post_grad_custom_post_pass": MERGED}
     return options | ({"triton.cudagraphs": True} if asked == "graphs" else {})
+
+
+@functools.cache
+def end_compile_workers_at_exit() -> None:
+    """Makes this process kill Inductor's compile workers at its end.
+
+    PyTorch asks them to end and waits for one that hangs, up to 300 s (pytorch/pytorch#189290).
+    """
+    from torch._inductor import async_compile
+
+    def end() -> None:
+        for pool in async_compile._pool_set:
+            if isinstance(process := getattr(pool, "process", None), subprocess.Popen):
+                process.kill()
+
+    atexit.register(end)  # runs before what the import above has registered
 
 
 def eager(compiled: bool) -> AbstractContextManager:

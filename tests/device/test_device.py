@@ -1,6 +1,7 @@
 """Settings that depend on the machine: number format, compiler, and its matmul rate."""
 
 import json
+import sys
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from fastgpt.cli import parse
 from fastgpt.device import device
 from fastgpt.logs.metrics import read_records
 from fastgpt.train.trainer import Trainer
+from tests.processes import ended
 from tests.runs import series
 
 
@@ -29,6 +31,21 @@ def test_bf16_is_as_fast_as_the_instructions_that_onednn_may_use(monkeypatch, mo
     if most is not None:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
     assert device.fast_bf16("cpu") == fast
+
+
+def test_a_compile_worker_that_hangs_does_not_hold_up_the_end():
+    script = """
+import subprocess
+from torch._inductor import async_compile
+from fastgpt.device.device import end_compile_workers_at_exit
+class Pool:
+    process = subprocess.Popen(["sleep", "600"])
+    def shutdown(self):
+        self.process.wait(300)
+async_compile._pool_set.add(Pool())
+end_compile_workers_at_exit()
+"""
+    assert ended(sys.executable, "-c", script, timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize(
