@@ -126,7 +126,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--write", action="store_true", help="write the choice into the tables")
     add("--margin", type=float, default=MARGIN, help="keep the shipped row within this")
     add("--top", type=int, default=6, help="candidates shown and timed in a slot")
-    add("--stages", type=int, nargs="+", help="stages to try; default: by D and pass")
+    add("--stages", type=int, nargs="+", help="stages to try; default: by D and dtype")
     add("--budget", type=float, default=600, help="seconds of timing in all")
     add("--out", type=Path, metavar="DIR", help="folder of the record")
     add("--json", type=Path, metavar="FILE", help="write the survivors to FILE")

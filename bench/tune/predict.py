@@ -4,7 +4,8 @@ A kernel's time is what its loops' passes and its programs' fixed part take on a
 
     a pass      the most of: the busiest unit's clocks (`kernels.proof.sass.ceiling`, with
                 `product_clocks`); the tile's bytes at what L2 delivers; products and the rest in
-                turn, over the blocks that take turns
+                turn, over the blocks that take turns. Where products wait for a load that was only
+                just asked for (`Loop.waits`), its latency, over the same blocks
     a program   its instructions outside of the loops, at the issue rate, and the wait for its first
                 tile, over the same blocks
 
@@ -21,6 +22,8 @@ from fastgpt.kernels.proof.compile import Row
 from fastgpt.kernels.proof.sass import ISSUE, ceiling, device_of
 from fastgpt.kernels.runtime import family
 
+LATENCY = 700.0
+"""GPU cycles until a tile arrives from L2 while all multiprocessors read; 500 to 900 are likely."""
 FIRST_TILE = 1000.0
 """GPU cycles until a program's first loads arrive, about two trips to memory."""
 SCORES, OTHERS = {"fwd": 1, "dq": 2, "dkv": 2}, {"fwd": 1, "dq": 1, "dkv": 2}
@@ -97,7 +100,8 @@ def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
         top = ceiling(loop, row.arch, row.warps, row.registers, row.shared, row.columns)
         assert top is not None
         blocks = max(1, top.blocks)
-        clocks.append(max(top.clocks, top.alone / blocks, l2))
+        wait = LATENCY / blocks if loop.waits else 0.0
+        clocks.append(max(top.clocks, top.alone / blocks, l2) + wait)
     causal = meta["CAUSAL"]
     full, masked = passes(T, M, N, causal, WINDOW if meta["WINDOW"] else None)
     programs = math.ceil(T / (N if step == "dkv" else M))

@@ -89,12 +89,11 @@ def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[Settings
     """Lists all configurations whose accumulators can fit into registers.
 
     Args:
-        stages: numbers of stages to try; None: one that is known to do well, because latency, which
-            stages hide, is not in the machine code.
+        stages: numbers of stages to try; None: those that may fit into shared memory.
     """
     D = max(slot.D)
     if stages is None:
-        stages = (3,) if slot.step == "fwd" and D <= 64 else (2,) if D < 256 else (1,)
+        stages = (2, 3, 4) if slot.bits == 16 and D < 256 else (1, 2, 3)
     found = []
     for M, N, warps, each in product(SIDES[slot.bits], SIDES[slot.bits], WARPS, stages):
         held = {"fwd": M * D + M * N, "dq": M * D + 2 * M * N, "dkv": 2 * N * D + 2 * M * N}
@@ -197,7 +196,7 @@ def search(
 
 def reasons(found: Iterable[Candidate]) -> Counter[str]:
     """Counts the candidates that were dropped for each reason."""
-    words = ("spills", "shared memory", "has no", "does not compile")
+    words = ("spills", "shared memory", "has no", "does not compile", "waits")
     return Counter(
         next(word for word in words if word in x.problems[0]) for x in found if x.problems
     )

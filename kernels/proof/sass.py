@@ -118,6 +118,8 @@ class Loop:
     """FLOPs of the tensor cores; 0 where the instruction does not state its shape (sm_100)."""
     wavefronts: int = 0
     """Number of 128-byte accesses to shared memory by a warp, without bank conflicts."""
+    waits: bool = False
+    """True if products wait for a load of which nothing hides the latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +166,37 @@ def loops(sass: str) -> list[Loop]:
     inner = [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
     found = []
     for start, end in sorted(inner) or [(0, code[-1][0])]:
-        body = [op for address, op, _ in code if start <= address <= end]
+        inside = [(op, operands) for address, op, operands in code if start <= address <= end]
+        body = [op for op, _ in inside]
         if len(body) >= 16:
             units = dict(Counter(map(unit_of, body)))
             sums = (sum(map(count, body)) for count in (_bytes, _flops, _wavefronts))
-            found.append(Loop(start, units, *sums))
+            found.append(Loop(start, units, *sums, waits=_waits(inside)))
     return found
+
+
+def _waits(body: list[tuple[str, str]]) -> bool:
+    """Returns True if a pass waits for a load without a product since it was asked for.
+
+    Asynchronous copies are asked for in groups (LDGDEPBAR); DEPBAR waits until so many groups, the
+    youngest, are under way. Three passes show those that are for a later one.
+    """
+    ops = [op for op, _ in body]
+    if not any(unit_of(op) == "tensor" for op in ops):
+        return False
+    if not any(op.startswith("LDGDEPBAR") for op in ops):
+        return any(_bytes(op) and op.startswith("LDG") for op in ops)
+    late, computed = False, []  # for each group under way: whether there was a product since
+    for op, operands in 3 * body:
+        if op.startswith("LDGDEPBAR"):
+            computed.append(False)
+        elif unit_of(op) == "tensor":
+            computed = [True] * len(computed)
+        elif op.startswith("DEPBAR") and (most := re.search(r"SB0, 0x([0-9a-f]+)", operands)):
+            ended = max(0, len(computed) - int(most[1], 16))
+            late |= not all(computed[:ended])
+            computed = computed[ended:]
+    return late
 
 
 def unit_of(op: str) -> str:

@@ -11,7 +11,7 @@ from bench.timing import Samples, Timer
 from bench.tune import __main__ as tune
 from bench.tune import measure as tune_measure
 from bench.tune.__main__ import choose, read, verdict, write
-from bench.tune.predict import FIRST_TILE, milliseconds, passes, product_clocks
+from bench.tune.predict import FIRST_TILE, LATENCY, milliseconds, passes, product_clocks
 from bench.tune.search import Candidate, Slot, bounded, candidates, slots
 from fastgpt.kernels.attention import config as attention_config
 from fastgpt.kernels.attention.config import TUNING, serves, trying
@@ -29,9 +29,9 @@ META = {**SETTINGS, "BLOCK_D": 64, "CAUSAL": True, "WINDOW": False, "GROUP": 1}
 CASE = "D=64 bfloat16 causal"
 
 
-def row(issued=400, **changes):
+def row(issued=400, waits=False, **changes):
     """Makes the compiler's result for a kernel of 8 warps with two loops, one twice as long."""
-    loops = [Loop(n, {"fp32": n * issued}, 0, 0) for n in (1, 2)]
+    loops = [Loop(n, {"fp32": n * issued}, 0, 0, waits=waits) for n in (1, 2)]
     made = Row(FWD.__name__, 90, CASE, 8, 3, 120, loops=loops, instructions=3 * issued)
     return replace(made, **changes)
 
@@ -54,7 +54,8 @@ def test_tiles_are_counted_as_a_dense_mask_shows_them(T, causal, window, tile):
     assert passes(T, M, N, causal, window) == (len(whole), len(some) - len(whole))
 
 
-def test_the_time_is_that_of_passes_and_programs():
+@pytest.mark.parametrize("wait", [0.0, LATENCY])
+def test_the_time_is_that_of_passes_and_programs(wait):
     """The predicted time equals one computed by hand from loop iterations and programs.
 
     Computed by hand: 8 x 400 instructions at 4 a clock; fp32 and the products hide below.
@@ -63,9 +64,9 @@ def test_the_time_is_that_of_passes_and_programs():
     full, masked = passes(1024, 128, 64, True, None)
     alone = 8 * 2 * 128 * 64 * 64 * 2 / 8 / H100.flops  # the products of a tile, in clocks
     one, two = (max(8 * n * 100, (alone + 8 * n * 100) / 2) for n in (1, 2))
-    clocks = full * one + masked * two + 8 * FIRST_TILE / 2
+    clocks = full * one + masked * two + ((full + masked) * wait + 8 * FIRST_TILE) / 2
     expected = 16 * 12 * clocks / 132 / 1.83e6
-    assert milliseconds(row(), META, 16) == pytest.approx(expected)
+    assert milliseconds(row(waits=wait > 0), META, 16) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

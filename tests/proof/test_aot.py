@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,27 @@ def test_shared_memory_moves_128_bytes_a_clock(op, wavefronts):
     code = "\n".join(f"/*{16 * i:04x}*/ {op} R1, [R2] ;" for i in range(20))
     [loop] = loops(code)
     assert loop.wavefronts == 20 * wavefronts
+
+
+@pytest.mark.parametrize(
+    ("body", "waits"),
+    [
+        (["DEPBAR.LE SB0, 0x0", "HGMMA.64x64x16.F32", "LDGDEPBAR"], True),
+        (["DEPBAR.LE SB0, 0x1", "HGMMA.64x64x16.F32", "LDGDEPBAR"], False),
+        (["LDGDEPBAR", "HMMA.16816.F32", "DEPBAR.LE SB0, 0x0"], False),
+        (["LDGDEPBAR", "DEPBAR.LE SB0, 0x0", "HMMA.16816.F32"], True),
+        (["LDG.E.128 R1, [R2]", "STS.128 [R3], R1", "HMMA.16816.F32"], True),
+        (["LDG.E.128 R1, [R2]", "FFMA R3, R1"], False),
+    ],
+)
+def test_a_loop_waits_for_a_load_that_it_has_just_asked_for(body, waits):
+    """Two stages ask for the next tile behind the products and wait for it before the next ones."""
+    code = "\n".join(f"/*{16 * i:04x}*/ {op} ;" for i, op in enumerate([*body, *["FADD R1"] * 16]))
+    [loop] = loops(code)
+    assert loop.waits == waits
+    row = Row("k", 90, "D=64 bfloat16 causal", loops=[loop])
+    assert judge(row, {}) == ["waits for a load that it has just asked for"] * waits
+    assert not judge(replace(row, config="D=256 bfloat16 causal"), {})
 
 
 @pytest.mark.parametrize(
