@@ -171,7 +171,7 @@ def loops(sass: str) -> list[Loop]:
         if len(body) >= 16:
             units = dict(Counter(map(unit_of, body)))
             sums = (sum(map(count, body)) for count in (_bytes, _flops, _wavefronts))
-            found.append(Loop(start, units, *sums, waits=_waits(inside)))
+            found.append(Loop(start, units, *sums, waits=bool(inner) and _waits(inside)))
     return found
 
 

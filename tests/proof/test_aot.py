@@ -58,7 +58,7 @@ def test_at_most_about_two_hundred_configurations_are_shipped():
     done = compiling("-c", COUNT)
     configurations, keys = json.loads(done.stdout)
     rows = sum(len(json.loads(path.read_text())["attention"]) for path in TUNING.glob("*.json"))
-    assert configurations <= 225
+    assert configurations <= 230
     assert rows <= 120
     for version, archs in read_budgets(BUDGET).items():
         recorded = sorted(f"{arch} {key}" for arch, rows in archs.items() for key in rows)
@@ -178,8 +178,8 @@ def test_shared_memory_moves_128_bytes_a_clock(op, wavefronts):
 )
 def test_a_loop_waits_for_a_load_that_it_has_just_asked_for(body, waits):
     """Two stages ask for the next tile behind the products and wait for it before the next ones."""
-    code = "\n".join(f"/*{16 * i:04x}*/ {op} ;" for i, op in enumerate([*body, *["FADD R1"] * 16]))
-    [loop] = loops(code)
+    ops = [*body, *["FADD R1"] * 16, "BRA 0x0"]
+    [loop] = loops("\n".join(f"/*{16 * i:04x}*/ {op} ;" for i, op in enumerate(ops)))
     assert loop.waits == waits
     row = Row("k", 90, "D=64 bfloat16 causal", loops=[loop])
     assert judge(row, {}) == ["waits for a load that it has just asked for"] * waits
