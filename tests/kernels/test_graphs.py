@@ -9,6 +9,7 @@ from torch import Tensor, _TorchCompileInductorWrapper
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import lowerings
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import GraphModule
 from torch.nn.functional import embedding
@@ -144,12 +145,17 @@ def test_a_gradient_of_rows_alone_stays_right():
 
 
 @pytest.mark.slow
-def test_the_time_to_compile_a_model_grows_with_its_layers_and_no_faster():
-    """The CI job of the versions runs this: PyTorch 2.11 alone takes 5 minutes for 6 layers."""
+def test_the_time_to_compile_a_model_grows_with_its_layers_and_no_faster(monkeypatch):
+    """PyTorch 2.11 alone takes minutes for 6 layers; the CI job of the versions runs this.
+
+    It formats a message only when a process meets an op for the first time, so each depth must.
+    """
     ops = OpsConfig(attention="triton", norm="triton", loss="chunked", activation="triton")
     x, seconds = torch.randint(32, (2, 8)), {}
-    for layers in (2, 4, 8, 12):  # the first one imports the compiler
-        torch._dynamo.reset()
+    for layers in (1, 2, 4, 8, 12):  # the first one imports the compiler
+        torch.compiler.reset()
+        for op in [op for op in lowerings if str(op).startswith("fastgpt.")]:
+            monkeypatch.delitem(lowerings, op)
         sizes = ModelConfig(num_layers=layers, num_heads=1, dim=16, context=8, vocab_size=32)
         model = GPT(sizes, select(ops, "cpu"))
         start = time.process_time()
@@ -157,6 +163,7 @@ def test_the_time_to_compile_a_model_grows_with_its_layers_and_no_faster():
             loss = torch.compile(model, fullgraph=True)(x, x)
             loss.backward()
         seconds[layers] = time.process_time() - start
+        assert layers <= 2 or seconds[layers] < 3.5 * seconds[layers - 4 or 2], seconds
         torch.testing.assert_close(loss, model(x, x))
     assert seconds[8] < 60
     assert seconds[12] < 5 * seconds[4]
