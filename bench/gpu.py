@@ -34,7 +34,7 @@ from fastgpt.commands import installed
 BEGAN, STARTED = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S")
 ROOT = Path(__file__).parents[1]
 CARRIED = ROOT / ".gpu"
-"""What a machine without network needs: wheels, tinyshakespeare.txt, nanogpt/model.py, COMMIT."""
+"""What a machine without network lacks: wheels, tinyshakespeare.txt, nanogpt, COMMIT."""
 SCRATCH = ROOT / "build" / "gpu"
 Statuses = dict[str, int | None]
 
@@ -119,7 +119,7 @@ PLANS = {
     )),
     "second": (170, (["env"], ["step64"], ["rest"])),
 }  # fmt: skip
-"""Seconds in all, and groups of stages, most valuable first; those of a group run together."""
+"""Seconds in all, and groups of stages, most valuable first. A group's stages run together."""
 
 
 def record(out: Path, kind: str, row: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ class Loop:
     wavefronts: int = 0
     """Number of 128-byte accesses to shared memory by a warp, without bank conflicts."""
     waits: bool = False
-    """True if products wait for a load of which nothing hides the latency."""
+    """True if products wait for a load whose latency nothing hides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,8 @@ def loops(sass: str) -> list[Loop]:
 def _waits(body: list[tuple[str, str]]) -> bool:
     """Returns True if a pass waits for a load without a product since it was asked for.
 
-    Asynchronous copies are asked for in groups (LDGDEPBAR); DEPBAR waits until so many groups, the
-    youngest, are under way. Three passes show those that are for a later one.
+    LDGDEPBAR closes a group of asynchronous copies; DEPBAR waits until only its number of youngest
+    groups is under way. A copy may serve a later pass, so three passes are followed.
     """
     ops = [op for op, _ in body]
     if not any(unit_of(op) == "tensor" for op in ops):
