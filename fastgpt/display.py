@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.constrain import Constrain
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
@@ -39,6 +40,14 @@ class Output:
         return getattr(sys.stdout, name)
 
 
+class Bar(Progress):
+    """One line, which leaves room for the `^C` that a terminal writes at its end."""
+
+    def get_renderable(self) -> RenderableType:
+        width = self.console.width - 3 if self.tasks else None  # the constructor calls it, too
+        return Constrain(super().get_renderable(), width)
+
+
 class Display:
     """Output of a training run; with `quiet`, as on all ranks but the main one, there is none."""
 
@@ -47,8 +56,8 @@ class Display:
             sys.stdout.reconfigure(errors="replace")  # no character of a sample may end a run
         file = cast("TextIO", Output())
         self.console = Console(file=file, highlight=False, soft_wrap=True, emoji=False, quiet=quiet)
-        self.bar: Progress | None = None
-        self.figures = ""
+        self.bar: Bar | None = None
+        self.figures: list[str] = []
         """Figures of the newest step, the most useful first."""
         self.val_loss: float | None = None
         """Loss of the newest evaluation, which the bar shows."""
@@ -71,26 +80,25 @@ class Display:
         if self.console.is_terminal and not self.console.quiet:
             rest = Column(ratio=1, no_wrap=True)  # cut off where the terminal is too narrow
             figures = "step {task.completed}/{task.total}  {task.description}"
-            columns = TimeRemainingColumn(compact=True), TextColumn(figures, table_column=rest)
+            left = TimeRemainingColumn(compact=True), TextColumn("left")
+            columns = *left, TextColumn(figures, table_column=rest)
             # not redirected: stdout would be the console, which writes to stdout
-            self.bar = Progress(*columns, console=self.console, redirect_stdout=False, expand=True)
+            self.bar = Bar(*columns, console=self.console, redirect_stdout=False, expand=True)
             self.bar.start()
             self.bar.add_task("", total=steps, completed=step)
 
     def step(self, record: dict[str, Any], steps: int) -> None:
         """Shows one log record, in the bar or as a line."""
         loss = math.nan if record["train_loss"] is None else record["train_loss"]
-        parts = [f"loss {loss:.4f}"]
-        if self.bar is not None and self.val_loss is not None:
-            parts.append(f"val {self.val_loss:.4f}")
-        parts += [f"{short(record['tok_per_s'])} tok/s", f"MFU {record['mfu']:.1%}"]
-        parts += [f"epoch {record['epoch']:.2f}", f"data wait {record['data_wait']:.1%}"]
+        parts = [f"loss {loss:.4f}", f"{short(record['tok_per_s'])} tok/s"]
+        norm = "inf" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
+        parts += [f"MFU {record['mfu']:.1%}", f"epoch {record['epoch']:.2f}", f"grad norm {norm}"]
+        parts += [f"lr {record['lr']:.2e}", f"data wait {record['data_wait']:.1%}"]
         if "peak_memory_gib" in record:
             parts.append(f"{record['peak_memory_gib']:.1f} GiB")
-        norm = "inf" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
-        self.figures = "  ".join([*parts, f"lr {record['lr']:.2e}", f"grad norm {norm}"])
+        self.figures = parts
         if self.bar is None:
-            self.line(f"step {record['step']:>6}/{steps}  {self.figures}")
+            self.line(f"step {record['step']:>6}/{steps}  {'  '.join(parts)}")
         else:
             self.bar.update(self.bar.task_ids[0], completed=record["step"])
             self.doing()
@@ -98,7 +106,9 @@ class Display:
     def doing(self, what: str = "") -> None:
         """Shows an activity such as `saving` in the bar; if empty, the last step's figures."""
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], description=what or self.figures)
+            val = [] if self.val_loss is None else [f"val {self.val_loss:.4f}"]
+            figures = "  ".join([*self.figures[:1], *val, *self.figures[1:]])
+            self.bar.update(self.bar.task_ids[0], description=what or figures)
 
     def sample(self, text: str) -> None:
         """Shows a sample of the model's output."""
@@ -125,6 +135,15 @@ class PrepareProgress(Progress):
     def __call__(self, tokens: int) -> None:
         """Reports the number of tokens so far."""
         self.update(self.task, completed=tokens)
+
+
+def duration(seconds: float) -> str:
+    """Writes a time in its two largest units: 1 h 5 min, 7 min 3 s, 12 s."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {s} s" if minutes else f"{s} s"
 
 
 def short(number: float) -> str:

@@ -148,8 +148,8 @@ def shown_in_one_line(status: int = 1) -> Iterator[None]:
             print_line(line)
         tell_torchrun(one_line(f"error: {error}"))
         sys.exit(status)
-    except KeyboardInterrupt:
-        print_line("interrupted")
+    except KeyboardInterrupt as error:
+        print_line(f"interrupted {error}".rstrip())
         sys.exit(130)
 
 

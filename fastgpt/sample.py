@@ -12,6 +12,7 @@ import tyro
 
 from fastgpt import flags
 from fastgpt.autotune.choose import require_toolchain
+from fastgpt.checkpoint.checkpoint import is_checkpoint, read_record
 from fastgpt.config.checks import INT64, SHARE, Range, check_fields
 from fastgpt.config.config import MOST_TOKENS, OpsConfig
 from fastgpt.convert.source import open_model
@@ -34,8 +35,8 @@ class SampleConfig:
 
     run: Annotated[Path, tyro.conf.Positional]
     """Model to sample from: folder of a run, of a checkpoint such as RUN/checkpoints/best, or of a
-    Hugging Face model, or the name of one on the hub; it needs a tokenizer. For a run, its newest
-    valid checkpoint is used."""
+    Hugging Face model, or the name of one on the hub; it needs a tokenizer. For a run, its best
+    checkpoint is used, or else its newest valid one."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; by default a newline. It may be repeated for several prompts, which are
     continued in one batch."""
@@ -90,6 +91,12 @@ class SampleConfig:
             )
 
 
+def best_of(run: Path) -> Path | None:
+    """Returns the checkpoint of a run with the lowest validation loss, if it has one."""
+    best = run.expanduser() / "checkpoints" / "best"
+    return best if is_checkpoint(best) else None
+
+
 def separated(texts: Sequence[str], each: int) -> str:
     """Joins samples, `each` of every prompt in turn; a line above each of several tells which."""
     if len(texts) == 1:
@@ -109,7 +116,7 @@ def main(argv: list[str]) -> None:
     asked = OpsConfig(decode=config.decode)
     try:
         require_toolchain(asked, on)
-        found = open_model(config.run)
+        found = open_model(config.run if (best := best_of(config.run)) is None else best)
         tokenizer, model = found.known_tokenizer(), found.build_gpt(on, asked)
         if config.weights == "int8":
             to_int8(model, exact=config.exact)
@@ -118,17 +125,22 @@ def main(argv: list[str]) -> None:
     options = {name: getattr(config, name) for name in (*OPTIONS, "stop", "exact")}
     options["max_new_tokens"] = config.tokens
     autocast = device.autocast(on, precision)
+    said = best and f"sampling from {best}, step {read_record(best)['step']}, of lowest val loss"
     if config.chat:
         template = template_of(found.hf_sidecars)
         if template is None:
             raise UserError(f"{config.run} has no chat template: expected a model that can chat")
         generator = torch.Generator().manual_seed(config.seed)
+        if said:
+            print_line(said)
         with autocast:
             talk(model, tokenizer, template, generator=generator, **options)
         return
     prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in config.prompt or ("\n",)]
     for prompt in prompts:
         warn_if_cut(prompt, model.config.context, "warning: --prompt", print_line)
+    if said:
+        print_line(said)
     if len(prompts) * config.n == 1:
         generator = torch.Generator().manual_seed(config.seed)
         with autocast:

@@ -293,10 +293,7 @@ def instead_of(path: Path, state: bool, world: World) -> str:
     return "there is no valid one before it"
 
 
-def set_aside_after(folder: Path, step: int) -> None:
-    """Renames checkpoints later than `step` to `abandoned_*`: a resumed run writes its own."""
-    for path in (*steps_on_disk(folder), folder / "best"):
-        if path.exists() and _step(path) > step:
-            aside = path.with_name(f"abandoned_{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+def later_than(folder: Path, step: int) -> list[Path]:
+    """Lists the paths of the checkpoints in `folder` that are later than `step`, with `best`."""
+    paths = (*steps_on_disk(folder), folder / "best")
+    return [path for path in paths if path.exists() and _step(path) > step]

@@ -1,6 +1,8 @@
 """Signals that ask a run to stop, which all ranks then do at the same place."""
 
 import signal
+import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType
@@ -15,12 +17,18 @@ REQUEUE = 75
 """Exit status of a run that SIGUSR1 stopped: this job should be queued again (EX_TEMPFAIL)."""
 
 
+REPEATED_S = 0.5
+"""Seconds in which the same request to stop counts once."""
+
+
 class Stopped(Exception):  # noqa: N818
     """Raised by all ranks at the same place after a signal asked the run to stop."""
 
 
 class StopSignal:
-    """Handles SIGINT (Ctrl-C) and SIGTERM as requests to stop; a second one ends the process.
+    """Handles SIGINT (Ctrl-C) and SIGTERM as requests to stop; a later one ends the process.
+
+    Python lets only the main thread handle signals: in another thread there are no handlers.
 
     SIGUSR1, which batch systems send before a time limit, also sets `requeue`. The SIGTERM that
     follows at the limit does not cut the save short. Nor does a second SIGHUP: a terminal that is
@@ -37,23 +45,29 @@ class StopSignal:
         more = [getattr(signal, x) for x in ("SIGUSR1", "SIGHUP") if hasattr(signal, x)]
         if more and signal.getsignal(more[-1]) == signal.SIG_IGN:
             more.pop()
-        numbers = [*self.DEFAULTS, *more]
+        main = threading.current_thread() is threading.main_thread()
+        numbers = [*self.DEFAULTS, *more] if main else []
         self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         lifeline.stopping = True
-        if number in self.DEFAULTS:
-            self._set(self.DEFAULTS)
+        if number in self.DEFAULTS:  # timeout and other wrappers pass on what the terminal sent too
+            self._set(dict.fromkeys(self.DEFAULTS, signal.SIG_IGN))
         self.requeue |= self.received.name == "SIGUSR1"
-        if lifeline.loss.is_set():  # torchrun ends the other ranks
-            return
+        if not lifeline.loss.is_set():  # else torchrun ends the other ranks
+            self._tell(self.received)
+        if number in self.DEFAULTS:
+            time.sleep(REPEATED_S)
+            self._set(self.DEFAULTS)
+
+    def _tell(self, received: signal.Signals) -> None:
         with suppress(RuntimeError):  # the signal came in the middle of a write to the terminal
-            again = "press Ctrl-C" if number == signal.SIGINT else "send it"
+            again = "press Ctrl-C" if received == signal.SIGINT else "send it"
             rest = f"; {again} again to stop at once, without saving"
             self.say(
-                f"{self.received.name}: stopping after this micro-step or evaluation batch, and"
-                f" saving{rest if number in self.DEFAULTS else ''}"
+                f"{received.name}: stopping after this micro-step or evaluation batch, and"
+                f" saving{rest if received in self.DEFAULTS else ''}"
             )
 
     def ask(self) -> None:

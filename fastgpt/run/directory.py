@@ -3,8 +3,10 @@
 import itertools
 import os
 import re
+import shutil
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -35,8 +37,8 @@ def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path
         UserError: the path given is neither a run nor a checkpoint.
     """
     if resume == "auto":
-        runs = [run_dir] if run_dir else sorted(ROOT.glob(f"{recipe}-2*"), reverse=True)
-        found = next((path for path in runs if is_run(path)), None)
+        runs = filter(is_run, [run_dir] if run_dir else ROOT.glob(f"{recipe}-2*"))
+        found = max(runs, key=_last_start, default=None)
         return None if found is None else (found, found)
     path = Path(resume)
     if checkpoint.is_checkpoint(path):
@@ -47,6 +49,19 @@ def find_run(resume: str, run_dir: Path | None, recipe: str) -> tuple[Path, Path
     raise UserError(f"--resume {resume} {what}: expected auto, or the path of a run or checkpoint")
 
 
+def _last_start(run: Path) -> int:
+    """Returns when a run began or was resumed: its name has the time of a clock that may jump."""
+    return max(path.stat().st_mtime_ns for path in run.glob("*.json"))
+
+
+def without_auto(config: Config) -> Config:
+    """Returns settings that name the run which `resume="auto"` finds, or none to begin anew."""
+    if config.resume != "auto":
+        return config
+    run, resume = find_run("auto", config.run_dir, config.recipe) or (config.run_dir, None)
+    return replace(config, run_dir=run, resume=resume and str(resume))
+
+
 def begins_again(path: Path) -> bool:
     """Returns True if `path` is a run without a checkpoint, which starts from its first step."""
     return is_run(path) and not checkpoint.steps_on_disk(path / "checkpoints")
@@ -54,9 +69,18 @@ def begins_again(path: Path) -> bool:
 
 def resumes(resume: str | None) -> bool:
     """Returns True if `resume` stands for a checkpoint; False for a run that has none yet."""
-    if resume in (None, "auto"):  # which found no run
-        return False
-    return not begins_again(Path(resume))
+    return resume is not None and not begins_again(Path(resume))
+
+
+def resumed_name(resume: str | None) -> str | None:
+    """Returns the name of the newest checkpoint that `resume` stands for; None: it has none."""
+    if resume is None:
+        return None
+    path = Path(resume)
+    found = (
+        [path] if checkpoint.is_checkpoint(path) else checkpoint.steps_on_disk(path / "checkpoints")
+    )
+    return found[-1].name if found else None
 
 
 def is_run(path: Path) -> bool:
@@ -74,15 +98,15 @@ def new_run_dir(recipe: str) -> Path:
 def open_run_dir(path: Path, config: Config, step: int, ranks: int = 1) -> str | None:
     """Creates the directory of a new run, or reopens that of a run resumed at `step`.
 
+    What the run wrote after `step` is kept in `abandoned_N`, which can be resumed like a run.
     Returns a warning if the run has to start again from its first step.
 
     Raises:
         UserError: the directory holds another run, or cannot be written.
     """
-    # `auto` is still there if it found no run
-    resume = path if config.resume == "auto" else config.resume
+    resume, known = config.resume, (path / "config.json").exists()
     goes_on = resume is not None and Path(resume).resolve().is_relative_to(path.resolve())
-    if (path / "config.json").exists() and not goes_on:
+    if known and not goes_on:
         raise UserError(
             f"{path} holds a run already: pass another --run-dir; to resume that run:"
             f" {resume_command(path, ranks)}"
@@ -90,10 +114,36 @@ def open_run_dir(path: Path, config: Config, step: int, ranks: int = 1) -> str |
     again = begins_again(path)
     with writing(path):
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        checkpoint.set_aside_after(path / "checkpoints", step)
         kept = _set_log_aside(path) if again else ""
-        write_atomically(path / "config.json", to_json(config).encode())
+        _set_aside_after(path, step)
+        if not known:  # else with the first step that is taken with these settings
+            write_config(path, config)
     return f"{path} has no checkpoint yet: starting from its first step{kept}" if again else None
+
+
+def write_config(path: Path, config: Config) -> None:
+    """Writes the settings of a run."""
+    with writing(path):
+        write_atomically(path / "config.json", to_json(config).encode())
+
+
+def _abandoned(path: Path) -> Path:
+    """Makes the next folder `abandoned_N` of a run."""
+    aside = next(x for i in itertools.count(1) if not (x := path / f"abandoned_{i}").exists())
+    aside.mkdir()
+    return aside
+
+
+def _set_aside_after(path: Path, step: int) -> None:
+    """Moves checkpoints later than `step` to a new `abandoned_N`, with copies of the logs."""
+    if later := checkpoint.later_than(path / "checkpoints", step):
+        aside = _abandoned(path)
+        (aside / "checkpoints").mkdir()
+        for name in ("config.json", "manifest.json", "metrics.jsonl"):
+            with suppress(FileNotFoundError):
+                shutil.copyfile(path / name, aside / name)
+        for old in later:
+            old.rename(aside / "checkpoints" / old.name)
 
 
 def _set_log_aside(path: Path) -> str:
@@ -102,8 +152,7 @@ def _set_log_aside(path: Path) -> str:
     files = [file for pattern in logs for file in path.glob(pattern)]
     if not files:
         return ""
-    aside = next(x for i in itertools.count(1) if not (x := path / f"abandoned_{i}").exists())
-    aside.mkdir()
+    aside = _abandoned(path)
     for file in files:
         file.rename(aside / file.name)
     return f"; its earlier logs are kept in {aside}"

@@ -39,7 +39,7 @@ from fastgpt.train import init_from, micro_batch
 from fastgpt.train.data import check_splits, open_for_run, with_vocabulary
 from fastgpt.train.init_from import Warn
 from fastgpt.train.optim import Optimizers, lr_ratio
-from fastgpt.train.resume import position, restore
+from fastgpt.train.resume import position, restore, with_steps_left
 
 
 class Engine:
@@ -84,6 +84,10 @@ class Engine:
         tokenizer = self.data.tokenizer
         self.restored = restore(config, world, tokenizer, self.model, self.optimizers, warn)
         self.step, self.lr = self.restored.step, 0.0
+        self.config = config = with_steps_left(config, self.restored, sum(self.epoch_sizes))
+        if (warmup := config.optim.warmup_steps) > config.steps:
+            lost = "the learning rate does not reach its peak"
+            warn(f"--optim.warmup-steps is {warmup}, but the run has {config.steps} steps: {lost}")
         if train.compile == "graphs":
             self.optimizers.keep_gradients()
         if rehearse and world.size == 1 and self.device in micro_batch.REHEARSED:
@@ -304,6 +308,12 @@ class Engine:
         together = self.has_forward_collectives
         return SyncedStop(stop, self.world) if stop is not None and together else stop
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the run has trained on, with padding."""
+        steps = self.step - self.restored.step
+        return self.restored.tokens + steps * self.config.train.batch_tokens
+
     def epochs(self) -> list[float]:
         """Returns the number of epochs read so far of each corpus."""
         state = self.loader.state()
@@ -336,6 +346,7 @@ class Engine:
             "optimizers": self.optimizers.state_dict(),
             "loader": self.loader.state(),
             "corpus": self.data.identity,
+            "tokens": self.tokens,
             # each step's random numbers are a function of these and of the rank
             "rng": {"seed": self.config.seed, "step": self.step},
         }

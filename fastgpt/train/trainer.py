@@ -17,7 +17,7 @@ from fastgpt.config.config import Config, to_json
 from fastgpt.convert.source import OpenedModel
 from fastgpt.data.items import Data
 from fastgpt.device import device
-from fastgpt.display import Display, short
+from fastgpt.display import Display, duration, short
 from fastgpt.errors import UserError, brief, counted
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.faults import watchdog
@@ -30,6 +30,7 @@ from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
 from fastgpt.train.data import sample_prompt
 from fastgpt.train.engine import Engine
 from fastgpt.train.header import facts, header
+from fastgpt.train.resume import check_same_command
 
 
 class Trainer:
@@ -58,9 +59,13 @@ class Trainer:
     def __init__(
         self, config: Config, data: Data | None = None, source: OpenedModel | None = None
     ) -> None:
+        config = directory.without_auto(config)
         self.world = distributed.start(device.pick_device(config.train.device))
+        check_same_command(config, self.world)
         self.display = Display(quiet=not self.world.is_main)
-        self.best, self.log, self.lock = math.inf, None, None
+        self.best: tuple[float, int] = (math.inf, 0)
+        """Lowest validation loss of a checkpoint on disk, and its step."""
+        self.log, self.lock = None, None
         self.requeue = False
         """True after `fit` if SIGUSR1 stopped the run on any rank: its job should go on later."""
         with ExitStack() as cleanup:
@@ -124,10 +129,12 @@ class Trainer:
         self.log = MetricsLog(path, engine.step, title, warn, config.track)
         # the best is chosen among the checkpoints on disk, as in a run without interruption
         kept = checkpoint.kept_steps(path / "checkpoints")
-        losses = {r["step"]: r["val_loss"] for r in self.log.records if "val_loss" in r}
-        self.best = min((losses[s] for s in kept if s in losses), default=math.inf)
+        losses = {r["step"]: compared_loss(r) for r in self.log.records if "val_loss" in r}
+        self.best = min(((losses[s], s) for s in kept if s in losses), default=self.best)
         manifest.write(path / "manifest.json", known)
         self.display.header(header(engine, known, path))
+        for line in engine.restored.changes(config):
+            self.display.line(f"changed: {line}")
         return path, peak
 
     def fit(self) -> None:
@@ -139,6 +146,7 @@ class Trainer:
         """
         self.stop = StopSignal(self.display.line)
         watchdog.start(self.config.train.stall_s)
+        self.begun = time.monotonic()
         try:
             ending = self._fit()
         except torch.OutOfMemoryError as error:
@@ -149,6 +157,9 @@ class Trainer:
             ) from error
         except UserError as error:
             raise type(error)(f"{error}; {self._way_back()}") from error
+        except KeyboardInterrupt as error:
+            said = f"at step {self.engine.step}, without saving it; {self._way_back()}"
+            raise KeyboardInterrupt(said) from error
         finally:
             # after a failure, torchrun sends SIGTERM to the other ranks: no line about that
             self.stop.say = lambda _: None
@@ -201,8 +212,11 @@ class Trainer:
         steps = self.config.steps
         resume = resume_command(self.run_dir, self.world.size)
         chat = " --chat" if self.engine.data.template else ""
+        (loss, step), best = self.best, self.run_dir.absolute() / "checkpoints" / "best"
+        marked = f"; best val loss {loss:.4f} at step {step}: {best}" if loss < math.inf else ""
         return [
             f"done after step {steps}: {self.run_dir.absolute()}",
+            f"it took {duration(time.monotonic() - self.begun)}{marked}",
             f"to sample from it: {sample_command(self.run_dir)}{chat}",
             f"to train longer: {resume} --steps {2 * steps}",
         ]
@@ -216,11 +230,13 @@ class Trainer:
             self._evaluate()
             self._doing()
         self.clock, self.logged, self.skipped = time.perf_counter(), engine.step, 0
-        self.waited_s = engine.loader.waited_s
+        self.waited_s, self.pace = engine.loader.waited_s, (0, 0.0)
         while engine.step < config.steps:
             if self.saver.failed:  # all ranks leave together, and raise its error there
                 self.stop.ask()
             engine.train_step(self.stop)
+            if engine.step == engine.restored.step + 1 and self.log is not None:
+                directory.write_config(self.run_dir, config)
             last = engine.step == config.steps
             if last or engine.step == 1 or engine.step % config.log_every == 0:
                 self._log()
@@ -249,24 +265,26 @@ class Trainer:
         return directory.way_back(self.lock.place if self.lock else self.run_dir, self.world.size)
 
     def _log(self) -> None:
-        engine, batch = self.engine, self.config.train.batch_tokens
+        engine, optim = self.engine, self.config.optim
         loss, grad_norm = engine.finite_loss()
         now, waited_s = time.perf_counter(), engine.loader.waited_s
         seconds, waited = now - self.clock, waited_s - self.waited_s
         steps = engine.step - self.logged
+        self._estimate(steps, seconds)
         self.clock, self.waited_s, self.logged = now, waited_s, engine.step
-        per_second = steps * batch / seconds
+        per_second = steps * self.config.train.batch_tokens / seconds
         achieved = per_second * flops_per_token(self.config.model)
         self.peak = max(achieved, self.peak)  # which may have been measured on a busy machine
         record = {
             "step": engine.step,
             "train_loss": loss if math.isfinite(loss) else None,  # that step was skipped
-            "tokens": engine.step * batch,
+            "tokens": engine.tokens,
             "tok_per_s": round(per_second, 1),
             "epoch": round(max(engine.epochs()), 4),
             "data_wait": round(waited / seconds, 4),
             "mfu": round(achieved / self.peak, 4),
             "lr": engine.lr,
+            **({"muon_lr": optim.muon_lr * (engine.lr / optim.lr)} if optim.kind == "muon" else {}),
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # fp16 skipped the step
             **device.peak_memory(engine.device),
         }
@@ -281,6 +299,19 @@ class Trainer:
         if self.log is not None:
             self.log.write(record)
         self.display.step(record, self.config.steps)
+
+    def _estimate(self, steps: int, seconds: float) -> None:
+        """Shows once, after ten steps, how long the others will take; the first one may compile."""
+        before, spent = self.pace
+        if self.logged == self.engine.restored.step or before >= 10:
+            return
+        self.pace = before + steps, spent + seconds
+        left = self.config.steps - self.engine.step
+        if before + steps >= 10 and left:
+            needed = left * (spent + seconds) / (before + steps)
+            self.display.header(
+                {"estimate": f"{duration(needed)} for {counted(left, 'more step')}"}
+            )
 
     def _save(self) -> None:
         """Starts a checkpoint; raises if loss or weights are not finite."""
@@ -323,7 +354,10 @@ class Trainer:
             bits_per_byte = loss / math.log(2) / engine.data.val_bytes_per_token
             record["val_bits_per_byte"] = bits_per_byte
             bits = f"  {bits_per_byte:.4f} bits per byte"
-        record["tokens"] = step * self.config.train.batch_tokens
+        record["tokens"] = engine.tokens
+        if self._scores_other_text(tokens, results):
+            same = engine.evaluate("val", data.eval_tokens, self.stop, self._doing)
+            record["val_loss_compared"] = self._weighted(same)
         self.display.line(
             f"step {step:>6}  epoch {max(engine.epochs()):.2f}  val loss {loss:.4f}  "
             f"perplexity {perplexity(loss):.2f}{bits}  ({record['val_tokens']:,} tokens)"
@@ -332,9 +366,16 @@ class Trainer:
             self.log.write(record)
         if step and self.config.train.sample_tokens:
             self._sample()
-        if self.log is not None and loss < self.best and self.saver.has(step):
+        if self.log is not None and compared_loss(record) < self.best[0] and self.saver.has(step):
             self.saver.mark_best(step)
-            self.best = loss
+            self.best = compared_loss(record), step
+
+    def _scores_other_text(self, tokens: int, results: list[tuple[float, int]]) -> bool:
+        """Returns True if an evaluation of `tokens` had other text than those before the last."""
+        data = self.config.data
+        if data.eval_batches or tokens == data.eval_tokens:
+            return False
+        return tokens > 0 or max(count for _, count in results) > data.eval_tokens
 
     def _weighted(self, results: list[tuple[float, int]]) -> float:
         """Returns the weighted mean of the corpora's losses."""
@@ -373,6 +414,11 @@ class Trainer:
         self.requeue = bool(self.world.sum(torch.tensor(int(self.stop.requeue))))
         resume = resume_command(self.run_dir, self.world.size)
         return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
+
+
+def compared_loss(record: dict[str, Any]) -> float:
+    """Returns the loss of an evaluation over the text that the evaluations of a run share."""
+    return record.get("val_loss_compared", record["val_loss"])
 
 
 def _due(step: int, every: int) -> bool:

@@ -8,8 +8,11 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +26,10 @@ from fastgpt.logs.metrics import MetricsLog, read_records
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.signals import StopSignal
 from fastgpt.run.directory import RunLock
+from fastgpt.train.engine import Engine
 from fastgpt.train.trainer import Trainer
 from tests.processes import ROOT
-from tests.runs import Crash, at_step, before_each, crash, outcome, read_until, terminate
+from tests.runs import Crash, at_step, before_each, crash, outcome, read_until, series, terminate
 from tests.warm import warm
 
 STEPS = "--steps 12 --model.dropout 0.2"
@@ -101,10 +105,15 @@ def test_resume_shows_where_it_starts_and_is_kept_in_the_manifest(fit, monkeypat
     fit("--steps 6 --optim.lr 0.1 --resume auto")
     out = capfd.readouterr().out
     assert f"\nresumed     from {run}/checkpoints/step_00000004, step 4\n" in out
+    assert out.count("changed: ") == 2
+    assert "\nchanged: optim.lr 0.004 -> 0.1\n" in out
     assert "finished" not in out
-    Trainer(parse(["--resume", str(run)])).fit()
+    settings = (run / "config.json").read_bytes()
+    Trainer(parse(["--resume", str(run), "--optim.muon-lr", "9", "--data.eval-tokens", "64"])).fit()
     out = capfd.readouterr().out
+    assert "\nchanged: optim.muon_lr 0.02 -> 9.0\n" in out
     assert "\nthis run is finished: it has taken its 6 steps\n" in out
+    assert (run / "config.json").read_bytes() == settings  # no step was taken with the others
     assert out.endswith(f" --resume {run} --steps 12\n")
     manifest = json.loads((run / "manifest.json").read_text())
     resumes = manifest.pop("resumes")
@@ -164,6 +173,29 @@ def test_second_signal_ends_the_process(stop):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_that_a_wrapper_passes_on_again_is_one_request(stop):
+    _, said = stop
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    signal.raise_signal(signal.SIGINT)
+    assert [line[:7] for line in said] == ["SIGINT:"]
+    with pytest.raises(KeyboardInterrupt):  # later ones count
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_does_not_save_says_how_to_go_on(tiny, tmp_path, monkeypatch, capfd):
+    at_step(monkeypatch, 6, lambda: signal.default_int_handler(0, None))
+    with pytest.raises(SystemExit), shown_in_one_line():
+        Trainer(parse(tiny(STEPS))).fit()
+    line = capfd.readouterr().err
+    assert line.startswith("interrupted at step 6, ")
+    assert "step_00000004; to resume: " in line
+
+
+def test_a_run_outside_of_the_main_thread_needs_no_signals(fit):
+    with ThreadPoolExecutor(1) as pool:
+        assert series(pool.submit(fit, "--steps 2").result(), "train_loss").keys() == {1, 2}
 
 
 def test_sigterm_at_the_time_limit_cuts_no_save_short_that_sigusr1_or_sighup_began(stop):
@@ -239,12 +271,14 @@ def test_older_checkpoint_sets_the_newer_ones_aside(fit, unbroken):
     run = fit(STEPS)
     folder = run / "checkpoints"
     fit(STEPS, f"--resume {folder / 'step_00000004'} --steps 8")
-    names = {path.name for path in folder.iterdir()}
-    assert names >= {"step_00000004", "step_00000008", "abandoned_step_00000012"}
-    assert "step_00000012" not in names
-    assert max(r["step"] for r in read_records(run / "metrics.jsonl")) == 8
+    assert {path.name for path in folder.iterdir()} == {"step_00000004", "step_00000008", "best"}
     fit(STEPS, f"--resume {folder / 'step_00000004'}")
-    assert outcome(run) == unbroken()
+    assert outcome(run) == (whole := unbroken())
+    first, second = run / "abandoned_1", run / "abandoned_2"
+    assert outcome(first) == whole
+    assert max(r["step"] for r in outcome(second)[0]) == 8
+    assert parse(["--resume", str(second)]).steps == 8  # it is a run that could go on
+    load(second)
 
 
 def test_another_run_dir_forks(fit, tmp_path):
@@ -276,6 +310,44 @@ def test_auto_without_run_dir_finds_the_newest_run_of_the_recipe(tiny, tmp_path,
         Trainer(parse([*argv, "--run-dir", f"runs/{name}"])).fit()
     Path("runs/baby-20350101-000000").mkdir()  # stopped before its first checkpoint
     assert parse([*argv, "--resume", "auto"]).run_dir == Path("runs/baby-20300101-000000")
+    # the clock went back: the newest start counts, not the newest name
+    Trainer(parse([*argv, "--run-dir", "runs/baby-20200101-000000", "--resume", "auto"])).fit()
+    assert parse([*argv, "--resume", "auto"]).run_dir == Path("runs/baby-20200101-000000")
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["run-dir", "newest"])
+def test_auto_goes_on_from_python(tiny, tmp_path, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    argv = tiny("--steps 4", "" if named else "--run-dir runs/baby-20300101-000000")
+    Trainer(first := parse(argv)).fit()
+    config = replace(first, run_dir=first.run_dir if named else None, resume="auto", steps=6)
+    trainer = Trainer(config)
+    assert trainer.engine.step == 4
+    trainer.fit()
+    assert set(series(first.run_dir, "train_loss")) == set(range(1, 7))
+
+
+def test_a_batch_of_another_size_is_counted_in_tokens_and_epochs(tiny, monkeypatch):
+    """An epoch has 40 samples: 2 batches of 8 and 2 of 16, the last half used."""
+    at_step(monkeypatch, 2, terminate)
+    Trainer(config := replace(parse(tiny()), epochs=1.0)).fit()
+    run = config.run_dir
+    Trainer(parse(["--resume", str(run), "--train.batch-tokens", "256"])).fit()
+    assert series(run, "tokens") == {0: 0, 1: 128, 2: 256, 3: 512, 4: 768}
+    assert series(run, "epoch")[4] == 1.2
+
+
+def test_best_is_chosen_by_losses_of_the_same_text(fit, monkeypatch):
+    """The last evaluation scores more text than the others, and may have a lower loss by that."""
+    losses = {(4, 16): 2.5, (8, 16): 2.75, (8, 0): 2.25, (12, 16): 2.6, (12, 0): 2.1}
+    monkeypatch.setattr(
+        Engine, "evaluate",
+        lambda self, _, tokens, *rest: [(losses.get((self.step, tokens), 3.0), tokens or 72)],
+    )  # fmt: skip
+    for steps in (8, 12):  # the second one reads the losses of the first from its log
+        run = fit(f"--steps {steps} --data.eval-tokens 16 --resume auto")
+        assert series(run, "val_loss")[steps] == losses[steps, 0]
+        assert checkpoint.load(run / "checkpoints" / "best").step == 4
 
 
 def test_other_text_is_read_from_its_start(fit, text, capfd):

@@ -294,7 +294,7 @@ def test_damaged_best_does_not_stop_a_resume(fit):
     record.unlink()  # a hard link: what is written into it would show in the other folder, too
     record.write_text("[]")
     fit("--resume auto")
-    assert (run / "checkpoints" / "abandoned_best").exists()
+    assert (run / "abandoned_1" / "checkpoints" / "best").exists()
 
 
 def test_flags_of_a_resume_are_checked_against_the_run(fit, tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastgpt.checkpoint import checkpoint
 from fastgpt.convert.source import load
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.device.device import DTYPES
@@ -41,6 +42,22 @@ def test_samples_of_each_prompt_stand_together(sample):
     assert len(set(texts)) == 6
     assert sample(*flags) == texts
     assert sample(*flags, "--seed", "1") != texts
+
+
+def test_a_run_is_sampled_from_where_its_loss_was_lowest(fit, capsys):
+    flags = "--optim.lr 3 --optim.kind adamw --optim.schedule constant --optim.grad-clip 0"
+    run = fit(flags, "--steps 12 --eval-every 2 --model.dropout 0.2")
+    best, last = run / "checkpoints" / "best", run / "checkpoints" / "step_00000012"
+    step = checkpoint.load(best).step
+    assert step < 12
+    capsys.readouterr()
+    texts = []
+    for path in (run, best, last):
+        main([str(path), *FLAGS])
+        out, err = capsys.readouterr()
+        texts.append(out)
+        assert (f"sampling from {best}, step {step}, " in err) == (path == run)
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_prompt_whose_beginning_the_model_does_not_see_is_told(fit, tmp_path, capsys):

@@ -141,6 +141,35 @@ def test_ranks_end_with_their_launcher(tiny, tmp_path, sent, ranks, hangs):
     assert len(checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")) == (not hangs)
 
 
+OTHER = """
+import os, sys
+import train
+sys.argv[1:] = sys.argv[2:] + sys.argv[1].split() * (os.environ["RANK"] == "1")
+train.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--optim.lr 0.5", "--optim.lr is 0.5 on rank 1, and 0.004 on rank 0"),
+        ("--steps 6", "--steps is 6 on rank 1, and 8 on rank 0"),
+        ("--run-dir other", "--resume is None on rank 1, and step_00000002 on rank 0"),
+    ],
+)
+def test_ranks_with_other_settings_or_another_checkpoint_end_at_the_start(
+    fit, tiny, tmp_path, flags, said
+):
+    if "run-dir" in flags:  # a disk that the ranks do not share
+        fit("--steps 2")
+    (tmp_path / "other.py").write_text(OTHER)
+    argv = tiny("--resume auto --train.micro-batch 4")
+    process = torchrun(2, str(tmp_path / "other.py"), flags, *argv, cwd=tmp_path, forks=True)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert f"{said}: expected the same on all ranks" in err
+
+
 @pytest.mark.slow
 @pytest.mark.every_change
 def test_headline_command(tmp_path):

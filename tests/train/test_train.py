@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import platform
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -341,6 +342,15 @@ def test_name_is_the_recipe_and_the_time(tiny, tmp_path, monkeypatch):
     assert names == ["baby-20240102-030405", "baby-20240102-030405-2"]
 
 
+def test_a_run_tells_its_time_both_rates_and_a_warmup_that_it_does_not_end(fit, capfd):
+    run = fit("--steps 14 --optim.warmup-steps 28 --log-every 2 --eval-every 0")
+    out = capfd.readouterr().out
+    assert re.findall(r"^estimate +\d+ s for (.*)$", out, re.M) == ["2 more steps"]
+    assert "warning: --optim.warmup-steps is 28, but the run has 14 steps" in out
+    assert series(run, "lr")[14] == 4e-3 * 14 / 28
+    assert series(run, "muon_lr")[14] == pytest.approx(0.02 * 14 / 28)
+
+
 def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["train.py", *tiny("--log-every 2")])
     monkeypatch.setattr(device, "measured_peak", lambda *_: 1e9)
@@ -360,12 +370,14 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
         loss = record.get("train_loss", record.get("val_loss"))
         assert f"loss {loss:.4f}" in line
     assert "--- sample ---" in lines
+    best = min(series(tmp_path / "run", "val_loss").values())
     end = [
         f"done after step 8: {tmp_path / 'run'}",
+        f"it took S; best val loss {best:.4f} at step 8: {tmp_path / 'run'}/checkpoints/best",
         f"to sample from it: {sys.executable} -m fastgpt.sample {tmp_path / 'run'}",
         f"to train longer: {sys.executable} {ROOT / 'train.py'} --resume {tmp_path / 'run'}",
     ]
-    assert [line.split(" --steps")[0] for line in lines[-3:]] == end
+    assert [re.sub(r" \d+ s;", " S;", line).split(" --steps")[0] for line in lines[-4:]] == end
     assert err == ""
     assert "\x1b" not in out, "colours and bars are for terminals"
 
