@@ -97,7 +97,7 @@ def finish(*command: str | Path, cwd: Path, **env: str) -> str:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     """Copies the repository, because building writes into it."""
-    folder = tmp_path_factory.mktemp("source")
+    folder = tmp_path_factory.mktemp("clones") / "fastgpt"
     for name in ("fastgpt", "kernels", "bench", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
@@ -157,6 +157,7 @@ def test_both_kernels_are_there_from_an_empty_folder_and_from_the_root(installed
     assert ROOT not in Path(place).parents
     answer = finish(python, "-c", FROM_THE_ROOT, cwd=source).split()
     assert answer == ["False", str(source / "fastgpt" / "__init__.py")]
+    finish(python, "-c", "import fastgpt; fastgpt.load", cwd=source.parent)  # beside the clone
     module = finish(python, "-m", "kernels.aot", "--help", cwd=source)
     assert module.startswith("usage: python -m kernels.aot")
 
