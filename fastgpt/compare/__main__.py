@@ -16,7 +16,7 @@ from fastgpt.config.checks import NOT_NEGATIVE, POSITIVE, check_fields
 from fastgpt.config.config import flat, saved_config
 from fastgpt.errors import UserError, run_command
 from fastgpt.files import parse_json
-from fastgpt.logs.metrics import read_records
+from fastgpt.logs.metrics import is_whole, read_records
 from fastgpt.run.directory import is_run
 from fastgpt.terminal import print_line, print_text
 
@@ -74,10 +74,10 @@ class Run:
                 manifest |= resumed
         known = {name: manifest.get(name) for name in MANIFEST}
         self.facts = flat({"settings": asdict(self.config), **known})
-        self.records = [r for r in read_records(folder / "metrics.jsonl") if "step" in r]
+        self.records = [*filter(is_whole, read_records(folder / "metrics.jsonl"))]
 
     def logged(self, key: str) -> dict[int, float]:
-        return {r["step"]: r[key] for r in self.records if r.get(key) is not None}
+        return {r["step"]: r[key] for r in self.records if isinstance(r.get(key), float)}
 
 
 def facts(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
