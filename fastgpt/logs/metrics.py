@@ -129,6 +129,13 @@ def is_whole(record: dict[str, Any]) -> bool:
     return counts == {int} and small and isinstance(train, float | None) and isinstance(val, float)
 
 
+def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the evaluations with as many tokens as the last but one; the last may have more."""
+    evaluated = [record for record in records if "val_loss" in record]
+    sizes = [record.get("val_tokens") for record in evaluated]
+    return [record for record, size in zip(evaluated, sizes) if size == sizes[-2:][0]]
+
+
 def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draws training and validation loss over tokens as a PNG."""
     from matplotlib.figure import Figure  # without pyplot: no display is looked for

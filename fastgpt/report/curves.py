@@ -48,6 +48,7 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
         kept = thinned(run.columns[column], 4 * POINTS // max(4, len(runs)))
         data = dict[str, Any](x=run.columns["step"][kept], y=run.columns[column][kept])
         data |= {axis: run.columns[axis][kept] for axis in ("step", "tokens", "seconds")}
+        data["best"] = kept == run.best
         colour = COLOURS[(number if several else int(column == "val_loss")) % len(COLOURS)]
         name = f"{run.label}: {said}" if several else said
         return ColumnDataSource(data, name=name, tags=[colour])
@@ -105,7 +106,7 @@ def _draw(plot: figure, column: str, source: ColumnDataSource, *, dashed: bool) 
     plot.line("x", "y", line_width=1 if faint else 2, alpha=0.45 if faint else 1,
               line_dash="dashed" if evaluated and dashed else "solid", **style)  # fmt: skip
     if evaluated:  # the lowest one has a ring
-        lowest = CDSView(filter=IndexFilter(indices=[int(np.argmin(source.data["y"]))]))
+        lowest = CDSView(filter=IndexFilter(indices=np.flatnonzero(source.data["best"]).tolist()))
         plot.scatter("x", "y", size=13, fill_alpha=0, line_width=2, view=lowest, **style)
     if evaluated or len(source.data["y"]) == 1:
         plot.scatter("x", "y", size=6, **style)

@@ -11,7 +11,7 @@ import numpy as np
 from fastgpt.config.config import Config, saved_config
 from fastgpt.errors import UserError, reason
 from fastgpt.files import parse_json
-from fastgpt.logs.metrics import is_whole, read_records
+from fastgpt.logs.metrics import comparable, is_whole, read_records
 from fastgpt.run.directory import is_run
 
 POINTS = 2000
@@ -43,8 +43,14 @@ class Run:
 
     @property
     def best(self) -> int:
-        """Place of the lowest validation loss in the columns, of which there must be one."""
-        return int(np.nanargmin(self.columns["val_loss"]))
+        """Place of the lowest validation loss that can be compared in the columns."""
+        return int(np.nan_to_num(self.columns["compared"], nan=np.inf).argmin())
+
+    @property
+    def apart(self) -> np.ndarray:
+        """Places of validation losses that cannot be compared with the others."""
+        loss, compared = (np.isfinite(self.columns[name]) for name in ("val_loss", "compared"))
+        return np.flatnonzero(loss & ~compared)
 
     @property
     def checkpoint(self) -> Path:
@@ -99,13 +105,18 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _columns(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns the figures, the `smoothed` training loss and the `seconds` of training."""
+    """Returns the figures, and of our own `compared`, `smoothed` and `seconds`.
+
+    These are the validation losses that can be compared, the training loss, and the time.
+    """
     columns = dict[str, np.ndarray]()
     for name in LOGGED:
         values = [record.get(name) for record in records]
         columns[name] = np.array(
             [x if isinstance(x, int | float) else np.nan for x in values], float
         )
+    alike = np.isin(columns["step"], [record["step"] for record in comparable(records)])
+    columns["compared"] = np.where(alike, columns["val_loss"], np.nan)
     logged, columns["smoothed"] = np.isfinite(columns["train_loss"]), columns["step"] * np.nan
     if logged.any():
         columns["smoothed"][logged] = _smoothed(columns["train_loss"][logged])

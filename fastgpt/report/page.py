@@ -95,23 +95,24 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
 
 def finding(run: Run) -> str:
     """Says in words how the validation loss went, and since when the model has overfitted."""
-    known = np.isfinite(run.columns["val_loss"])
-    step, loss, size = (run.columns[name][known] for name in ("step", "val_loss", "val_tokens"))
-    # the last evaluation may use more text than the others, with which it cannot be compared
-    same = np.nan_to_num(size) == np.nan_to_num(size[-2:][:1])
-    step, loss = step[same], loss[same]
+    known, steps, sizes = (run.columns[x] for x in ("compared", "step", "val_tokens"))
+    at, other = np.isfinite(known), ""
+    step, loss = steps[at], known[at]
+    if len(step) and len(apart := run.apart):
+        used = f"At step {steps[apart[-1]]:,.0f} the evaluation used {sizes[apart[-1]]:,.0f} tokens"
+        other = f" {used}, the others {sizes[at][-1]:,.0f}: its loss is not comparable."
     if len(loss) < 3:
         few = counted(len(loss), "comparable evaluation")
-        return f"{few} of the validation loss: too few to tell whether the model overfits."
+        return f"{few} of the validation loss: too few to tell whether the model overfits.{other}"
     best = int(loss.argmin())
     said = f"The validation loss was lowest at step {step[best]:,.0f}: {loss[best]:.4f}"
     if best == len(loss) - 1:
-        return f"{said}, when it was last measured in this way. It did not rise."
+        return f"{said}, the last of its kind. It did not rise.{other}"
     said += f"; at step {step[-1]:,.0f} it was {loss[-1]:.4f}"
     if loss[-1] > loss[best] * (1 + RISEN):
         kept = "; the weights of then are in checkpoints/best" * (run.checkpoint.name == "best")
-        return f"{said}. The model has overfitted since step {step[best]:,.0f}{kept}."
-    return f"{said}, about the same: no clear sign of overfitting."
+        return f"{said}. The model has overfitted since step {step[best]:,.0f}{kept}.{other}"
+    return f"{said}, about the same: no clear sign of overfitting.{other}"
 
 
 def _elapsed(seconds: float) -> str:
