@@ -3,12 +3,13 @@
 It reads what the run writes into its folder, so that nothing in it can hold up or end the run.
 """
 
+import faulthandler
 import json
 import os
 import secrets
-import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -59,14 +60,15 @@ def hosted(name: str, run: Path, id: str) -> Tracker:
 
 def follow(name: str, run: Path) -> None:
     """Shows a run until standard input ends; `NAME.tracked` has its id and what was shown last."""
-    state, file, goes_on = run / f"{name}.tracked", run / "metrics.jsonl", True
+    state, file, ended = run / f"{name}.tracked", run / "metrics.jsonl", threading.Event()
     id, last = json.loads(state.read_text()) if state.exists() else (secrets.token_hex(4), [])
     last = [] if name == "tensorboard" else last  # which shows all again, in place of what it has
     read = 0
+    threading.Thread(target=_await_end, args=(ended,), daemon=True).start()
     show, close = tensorboard(run) if name == "tensorboard" else hosted(name, run, id)
+    goes_on = True
     while goes_on:
-        goes_on = not select.select([sys.stdin], [], [], LOOK_S)[0]
-        signal.alarm(0 if goes_on else int(CLOSE_S))  # the run itself may have been killed
+        goes_on = not ended.wait(LOOK_S)
         text, read = _added(file, read)
         records = ([[r.pop("step"), "val_loss" in r], r] for r in parse_records(text))
         new = [(at, r) for at, r in records if at > last]
@@ -78,6 +80,13 @@ def follow(name: str, run: Path) -> None:
             record |= {f"{name}/{i}": x for name, values in lists for i, x in enumerate(values)}
             show({k: x for k, x in record.items() if isinstance(x, float | int)}, step)
     close()
+
+
+def _await_end(ended: threading.Event) -> None:
+    """Waits in a thread for the end of standard input, as select does not know Windows' pipes."""
+    os.read(0, 1)  # sys.stdin would be locked, should Python end before the run
+    faulthandler.dump_traceback_later(CLOSE_S, exit=True, file=sys.stdout)  # the run may be killed
+    ended.set()
 
 
 def _added(file: Path, read: int) -> tuple[str, int]:
@@ -92,9 +101,11 @@ def _added(file: Path, read: int) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    os.nice(10)
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # batch systems send them to all processes
-        signal.signal(number, signal.SIG_IGN)
+    if hasattr(os, "nice"):
+        os.nice(10)
+    for signalled in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGBREAK"):  # are sent to all processes
+        if hasattr(signal, signalled):
+            signal.signal(getattr(signal, signalled), signal.SIG_IGN)
     try:
         follow(sys.argv[1], Path(sys.argv[2]))
     except Exception as error:

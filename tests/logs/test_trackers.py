@@ -134,3 +134,22 @@ def test_a_package_that_is_missing_is_said_before_anything_is_made(tiny, tmp_pat
     with pytest.raises(UserError, match="--track wandb needs pip install -c "):
         Trainer(parse(tiny("--track wandb")))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_system_without_unix_shows_the_run_too(fit, tmp_path):
+    """Removes what Python has on Unix alone; a tracker that hangs after its run is ended."""
+    run = fit("--track none")
+    script = tmp_path / "elsewhere.py"
+    script.write_text(
+        "import os, runpy, select, signal, subprocess, sys\n"
+        "from fastgpt.logs import metrics\nmetrics.CLOSE_S = 2.0\n"
+        "def refuse(*_): raise OSError(10038, 'not a socket')\n"
+        "select.select = select.poll = refuse\n"
+        "del os.nice, signal.SIGUSR1, signal.alarm\n"
+        "runpy.run_module('fastgpt.logs.trackers', run_name='__main__', alter_sys=True)\n"
+    )
+    (tmp_path / "trackio.py").write_text(PACKAGE.format(where="close", fault="hang()"))
+    done = python(script, "tensorboard", run)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {step for step, key, _ in in_tensorboard(run)[0] if key == "val_loss"} == {0, 4, 8}
+    assert python(script, "trackio", run, PYTHONPATH=f"{tmp_path}:{ROOT}").returncode == 1
