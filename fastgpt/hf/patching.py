@@ -80,7 +80,7 @@ def patch(model: Any, *, force: bool = False, batch: int = 4, length: int | None
             too old.
     """
     _require(model)
-    if hasattr(model, STATE):
+    if hasattr(model, STATE) and getattr(model, STATE).patched:
         raise UserError(
             "the model is patched already: expected one that is not; call unpatch first"
         )

@@ -233,7 +233,10 @@ def test_what_cannot_be_done_is_one_clear_error(monkeypatch):
         patch(torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"^batch is 0: expected 1 or more$"):
         patch(model, batch=0)
-    patch(model, force=True)
+    with monkeypatch.context() as absent:
+        absent.setattr("fastgpt.hf.patching._unable", lambda *_: "the device has no kernels")
+        assert not patch(model).patched
+    assert patch(model, force=True).patched
     with pytest.raises(UserError, match=r"^the model is patched already"):
         patch(model)
     model.transformer.ln_f.forward = model.transformer.ln_f.forward.__func__
