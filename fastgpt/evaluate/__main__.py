@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from rich.console import Console
 
 from fastgpt import flags
 from fastgpt.config.checks import POSITIVE, check_fields
 from fastgpt.convert.source import OpenedModel, open_model
-from fastgpt.device import device
+from fastgpt.device import cpu, device
 from fastgpt.display import command
 from fastgpt.errors import UserError, run_command, writing
 from fastgpt.evaluate.harness import run_tasks
@@ -54,6 +55,8 @@ class EvaluateConfig:
 
 def scorer_of(source: OpenedModel, batch: int, on: str, precision: str) -> Scorer:
     """Builds a model that was opened on the device `on`; raises `UserError` without a tokenizer."""
+    if on == "cpu":
+        cpu.prepare(compiled=False)
     return Scorer(
         tokenizer=source.known_tokenizer(), model=source.build_gpt(on), batch=batch, device=on,
         autocast=device.autocast(on, precision),
@@ -81,7 +84,8 @@ def evaluate(config: EvaluateConfig) -> list[Row]:
         options = {"device": on, "precision": precision, "batch": config.batch}
         rows = _rows(run_tasks(names, source, config.include, **options))
     if text is not None:
-        found, count = score_text(*text, scorer)
+        with Console(stderr=True).status("") as shown:  # on a terminal
+            found, count = score_text(*text, scorer, shown.update)
         rows += [(config.text, *score, count) for score in found.items()]
     return rows
 

@@ -1,6 +1,7 @@
 """Loss and bits per byte of a text or of a prepared data set."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +66,9 @@ def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | N
 
 
 def score_text(
-    tokens: np.ndarray | Tokens, bytes_per_token: float | None, scorer: Scorer
-) -> tuple[dict[str, float], int]:
+    tokens: np.ndarray | Tokens, bytes_per_token: float | None, scorer: Scorer,
+    report: Callable[[str], None] = lambda _: None,
+) -> tuple[dict[str, float], int]:  # fmt: skip
     """Computes loss, perplexity and, where the size is known, bits per byte; counts the targets.
 
     The windows are those of the harness: each of the tokens (N,) but the first is scored once, and
@@ -78,8 +80,9 @@ def score_text(
         tokens, context=context, micro_batch=batch, rank=0, world_size=1, max_tokens=0
     )
     loss, count = mean_loss(
-        scorer.model, batches, world=World(), device=scorer.device, autocast=scorer.autocast
-    )
+        scorer.model, batches, world=World(), device=scorer.device, autocast=scorer.autocast,
+        report=report,
+    )  # fmt: skip
     found = {"loss": loss, "perplexity": perplexity(loss)}
     if bytes_per_token is not None:
         found["bits_per_byte"] = loss / math.log(2) / bytes_per_token

@@ -45,6 +45,17 @@ def test_bits_per_byte_of_a_text_and_of_held_out_tokens(tmp_path):
         results(run, "--text", str(tmp_path / "a.txt"))
 
 
+def test_a_cpu_is_set_up_as_for_training_and_progress_is_shown(folders, tmp_path, monkeypatch):
+    begun, shown = [], []
+    monkeypatch.setattr("fastgpt.device.cpu._start_watching", begun.append)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr("rich.status.Status.update", lambda _, text: shown.append(text))
+    (text := tmp_path / "a.txt").write_text("the cat sat on the mat " * 40)
+    results(folders[0], "--text", str(text), "--batch", "1")
+    assert len(begun) == 1
+    assert shown[0] == f"evaluating 1/{len(shown)}"
+
+
 def test_an_infinite_perplexity_is_null_in_json(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "score_text", lambda *_: ({"perplexity": math.inf, "x": 0.5}, 52))
     (text := tmp_path / "a.txt").write_text("the cat sat on the mat")
