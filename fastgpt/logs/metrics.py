@@ -65,7 +65,8 @@ class MetricsLog:
             self.lost += 1
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes a line of JSON."""
+        """Writes a line of JSON, with the time of the clock in seconds."""
+        record = {**record, "time": round(time.time(), 3)}
         self.records.append(record)
         with self._unfailing(self.path), open(self.path, "a", opener=no_link) as file:
             torn = "\n" * (self.lost > 0)  # the line before may be incomplete
@@ -139,7 +140,7 @@ def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draws training and validation loss over tokens as a PNG."""
     from matplotlib.figure import Figure  # without pyplot: no display is looked for
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -148,7 +149,16 @@ def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name)
             axes.legend()
+    if known := [r for r in comparable(records) if r["val_loss"] > 0]:
+        best = min(known, key=lambda record: record["val_loss"])
+        over = f" over {best['val_tokens']:,} tokens" if "val_tokens" in best else ""
+        label = f"lowest{over}: {best['val_loss']:.4f} at step {best['step']:,}"
+        axes.plot(best["tokens"], best["val_loss"], "k*", markersize=12, label=label)
+        axes.legend()
     axes.set_yscale("log")  # the steep fall of the first steps leaves room for the rest
+    axes.yaxis.set_major_locator(MaxNLocator(8))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set(title=title, xlabel="tokens", ylabel="loss (nats per token)", xlim=(0, None))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(which="both", alpha=0.3)

@@ -21,10 +21,21 @@ from fastgpt.files import write_atomically
 from fastgpt.logs.metrics import CLOSE_S, parse_records
 from fastgpt.terminal import print_line
 
+SHOWN = {
+    "train_loss": "loss/train", "val_loss": "loss/val", "val_losses": "loss/val",
+    "eval_train_loss": "loss/eval_train", "val_bits_per_byte": "loss/val_bits_per_byte",
+    "lr": "optim/lr", "muon_lr": "optim/muon_lr", "grad_norm": "optim/grad_norm",
+    "tok_per_s": "speed/tok_per_s", "mfu": "speed/mfu", "data_wait": "speed/data_wait",
+    "peak_memory_gib": "speed/peak_memory_gib",
+}  # fmt: skip
+"""Names that trackers show, grouped so that losses come first; all others are in `run`."""
 LOOK_S = 5.0
 """Seconds between two looks at the records of a run."""
-Tracker = tuple[Callable[[dict[str, float], int], Any], Callable[[], Any]]
-"""A function that shows numbers of a step, by name, and one that completes them."""
+Tracker = tuple[Callable[[dict[str, float], int, float], Any], Callable[[], Any]]
+"""A function that shows numbers of a step, by name, with their time, and one that completes them.
+
+Only TensorBoard takes the time.
+"""
 
 
 def tensorboard(run: Path) -> Tracker:
@@ -33,9 +44,9 @@ def tensorboard(run: Path) -> Tracker:
 
     Event = import_module("tensorboard.compat.proto.event_pb2").Event  # made at run time
 
-    def show(figures: dict[str, float], step: int) -> None:
+    def show(figures: dict[str, float], step: int, wall: float) -> None:
         values = [{"tag": name, "simple_value": x} for name, x in figures.items()]
-        file.add_event(Event(wall_time=time.time(), step=step, summary={"value": values}))
+        file.add_event(Event(wall_time=wall, step=step, summary={"value": values}))
         file.flush()  # raises an error of the writer's thread
 
     file = EventFileWriter(str(run))
@@ -55,7 +66,7 @@ def hosted(name: str, run: Path, id: str) -> Tracker:
     url = None if getattr(begun, "offline", False) else getattr(begun, "url", None)
     where = url or "which is kept here (docs/tracking.md)"
     print_line(f"{name}: {run.name}-{id} of the project {project}, {where}")
-    return lambda figures, step: begun.log(figures, step=step), begun.finish
+    return lambda figures, step, _: begun.log(figures, step=step), begun.finish
 
 
 def follow(name: str, run: Path) -> None:
@@ -76,10 +87,18 @@ def follow(name: str, run: Path) -> None:
             last = new[-1][0]
             write_atomically(state, json.dumps([id, last]).encode())
         for (step, _), record in new:
-            lists = [(name, x) for name, x in record.items() if isinstance(x, list)]
-            record |= {f"{name}/{i}": x for name, values in lists for i, x in enumerate(values)}
-            show({k: x for k, x in record.items() if isinstance(x, float | int)}, step)
+            wall = record.pop("time", time.time())
+            show(_numbers(record), step, wall)
     close()
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a record, and those in its lists, by the names that are shown."""
+    found = dict[str, Any]()
+    for key, x in record.items():
+        name = SHOWN.get(key, f"run/{key}")
+        found |= {f"{name}/{i}": y for i, y in enumerate(x)} if isinstance(x, list) else {name: x}
+    return {name: x for name, x in found.items() if isinstance(x, float | int)}
 
 
 def _await_end(ended: threading.Event) -> None:

@@ -98,3 +98,19 @@ def test_a_run_of_any_length_has_a_plot(tmp_path, points):
         records += [{**about, "train_loss": 5.0 / i, "tok_per_s": 10.0}, {**about, "val_loss": 4.0}]
     metrics.plot_losses(records, tmp_path / "loss.png", "title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_has_plain_ticks_and_marks_the_lowest_loss_that_compares(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: drawn.append(self)
+    )
+    losses = [(5.0, 9), (4.2, 9), (4.5, 9), (3.5, 50)]
+    records = [{"step": i, "tokens": 100 * i, "val_loss": loss, "val_tokens": size}
+               for i, (loss, size) in enumerate(losses)]  # fmt: skip
+    metrics.plot_losses(records, tmp_path / "loss.png", "title")
+    drawn[0].draw_without_rendering()
+    [axes] = drawn[0].axes
+    assert axes.lines[-1].get_xydata().tolist() == [[100.0, 4.2]]
+    ticks = [tick.get_text() for tick in axes.get_yticklabels(which="both")]
+    assert sum(3.5 <= float(tick) <= 5 for tick in ticks if tick) > 2

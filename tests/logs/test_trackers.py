@@ -47,7 +47,9 @@ def in_trackio(run):
     return shown, SQLiteStorage.get_run_config("fastgpt", name)
 
 
-FIGURES = {"train_loss", "lr", "grad_norm", "val_loss", "val_losses/0", "val_losses/1"}
+FIGURES = {"train_loss": "loss/train", "lr": "optim/lr", "grad_norm": "optim/grad_norm",
+           "val_loss": "loss/val", "val_losses/0": "loss/val/0", "val_losses/1": "loss/val/1",
+           "epoch": "run/epoch"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -77,14 +79,18 @@ def test_a_run_is_shown_once_also_where_it_is_resumed(
     expected = {}
     for record in read_records(run / "metrics.jsonl"):
         record |= {f"val_losses/{i}": x for i, x in enumerate(record.get("val_losses", ()))}
-        shared = FIGURES & record.keys()
-        expected |= {(record["step"], x): pytest.approx(record[x], rel=1e-6) for x in shared}
+        shared = FIGURES.keys() & record.keys()
+        expected |= {(record["step"], FIGURES[x]): pytest.approx(record[x], 1e-6) for x in shared}
     shown, settings = read(run)
-    found = [x for x in shown if x[1] in FIGURES and x[2] is not None]
+    found = [x for x in shown if x[1] in FIGURES.values() and x[2] is not None]
     assert len(found) == len(expected), "something is shown twice, or not at all"
     assert {(step, key): x for step, key, x in found} == expected
     if name != "tensorboard":
         assert settings.items() >= json.loads(to_json(saved_config(run))).items()
+    else:
+        shown = EventAccumulator(str(run)).Reload().Scalars("loss/train")
+        logged = [r for r in read_records(run / "metrics.jsonl") if "train_loss" in r]
+        assert [x.wall_time for x in shown] == [record["time"] for record in logged]
 
 
 FAULTS = {"wandb": "raise RuntimeError('no server')", "trackio": "hang()"}
@@ -126,7 +132,7 @@ def test_one_that_raises_and_one_that_hangs_cost_nothing_but_what_they_would_sho
     assert done.stdout.count("warning: ") == 1
     assert "warning: trackio was ended, or ended early: it does not show" in done.stdout
     shown = in_tensorboard(tmp_path / "run")[0]
-    assert {step for step, key, _ in shown if key == "val_loss"} == {0, 4, 8}
+    assert {step for step, key, _ in shown if key == "loss/val"} == {0, 4, 8}
 
 
 def test_a_package_that_is_missing_is_said_before_anything_is_made(tiny, tmp_path, monkeypatch):
@@ -151,5 +157,5 @@ def test_a_system_without_unix_shows_the_run_too(fit, tmp_path):
     (tmp_path / "trackio.py").write_text(PACKAGE.format(where="close", fault="hang()"))
     done = python(script, "tensorboard", run)
     assert (done.returncode, done.stderr) == (0, "")
-    assert {step for step, key, _ in in_tensorboard(run)[0] if key == "val_loss"} == {0, 4, 8}
+    assert {step for step, key, _ in in_tensorboard(run)[0] if key == "loss/val"} == {0, 4, 8}
     assert python(script, "trackio", run, PYTHONPATH=f"{tmp_path}:{ROOT}").returncode == 1
