@@ -173,6 +173,32 @@ def test_records_of_other_types_are_left_out(fit, tmp_path, capsys):
     assert [key for key, x in said["facts"].items() if x[0] != x[1]] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("manifest.json", {"data": {"sha256": "f" * 64}}, "the texts differ: their losses cannot"),
+        ("config.json", {"recipe": "x" * 150}, "nothing that decides"),
+        (
+            "metrics.jsonl",
+            {"step": 4, "tokens": 9, "val_loss": 1.0, "val_tokens": 7},
+            "other numbers",
+        ),
+    ],
+)
+def test_a_table_fits_100_columns_and_losses_of_other_texts_are_not_compared(
+    name, change, said, pair, capsys
+):
+    a, b = pair()
+    text = (b / name).read_text()
+    new = text + json.dumps(change) if name[-1] == "l" else json.dumps(json.loads(text) | change)
+    (b / name).write_text(new)
+    capsys.readouterr()
+    compare.main([str(a), str(b)])
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    assert said in printed
+
+
 def test_other_architecture_is_the_difference(fit, tmp_path, capsys):
     a, b = fit("--steps 1"), fit(f"--steps 1 --model.dim 16 --run-dir {tmp_path / 'b'}")
     assert compare.main([str(a), str(b), "--diverge"]) == 1
