@@ -4,7 +4,9 @@ An error names the flag, what was given and what was expected.
 """
 
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
@@ -43,6 +45,25 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
+
+
+def expected(hint: Any) -> str:
+    """Writes the type of a field in words, for an error."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        return expected(inner[0])
+    if kind is Literal:
+        return " or ".join([", ".join(inner[:-1]), inner[-1]][len(inner) == 1 :])
+    if kind is tuple:
+        many = inner[-1] is Ellipsis
+        return f"a list of {expected(inner[0])}" if many else ", ".join(map(expected, inner))
+    if inner:
+        words = [expected(x) for x in inner if x is not NoneType]
+        return " or ".join([*words, *(["None"] if NoneType in inner else [])])
+    return _WORDS.get(hint, str(hint))
+
+
 def check_fields(config: Any, section: str = "") -> None:
     """Raises `UserError` unless each field has its type and lies in its `Range`, or is None.
 
@@ -53,7 +74,7 @@ def check_fields(config: Any, section: str = "") -> None:
         try:
             check_type(value, hint, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
         except TypeCheckError as error:
-            said = f"{flag(section + name)} is {shown(value)}, which has the wrong type"
+            said = f"{flag(section + name)} is {shown(value)}: expected {expected(hint)}"
             raise UserError(said) from error
         for bounds in getattr(hint, "__metadata__", ()):
             if isinstance(bounds, Range) and value is not None and value not in bounds:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,38 @@ from fastgpt.errors import UserError, reason, unknown_name
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `6e-4` as a number, which YAML 1.1 takes for text."""
+    """Reads words and numbers as YAML 1.2: in 1.1 `off` is false, `010` is 8 and `6e-4` is text.
+
+    It refuses aliases, as a few lines of them can stand for more than fits into the memory, and
+    keys that are there twice, as all but the last would be ignored.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise _fault("expected a value, not an alias", self.peek_event())
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = Counter(str(key.value) for key, _ in node.value)
+        for key, _ in reversed(node.value):
+            if names[str(key.value)] > 1:
+                raise _fault(f"{key.value} is given twice: expected it once", key)
+        return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
-)
+def _fault(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for kind, pattern in {
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "null": "~|null|Null|NULL|",
+    "int": r"[-+]?\d+",
+    "float": r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"({pattern})$"), None)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
 INSTEAD = {"steps": "epochs", "eval_every": "eval_epochs"}
@@ -40,7 +67,11 @@ def read_settings(file: Path) -> dict[str, Any]:
     """
     try:
         found = _Loader(file.read_text(encoding="utf-8")).get_single_data() or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"--config {file}, line {line}: {error.problem}") from error
+    # an explicit tag such as !!bool or !!timestamp before what is none raises any of the others
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"--config {file} cannot be read: {reason(error)}") from error
     if not isinstance(found, dict):
         raise UserError(f"--config {file} holds {found!r:.60}: expected settings by name")

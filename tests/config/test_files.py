@@ -36,6 +36,11 @@ def test_a_file_replaces_the_recipe_and_flags_the_file(written):
     assert parse(["--config", written("track: [wandb, trackio]")]).track == ("wandb", "trackio")
 
 
+def test_words_and_numbers_are_those_of_yaml_1_2(written):
+    config = parse(["baby", "--config", written("seed: 010\ntrain: {compile: off, report: on}")])
+    assert (config.seed, config.train.compile, config.train.report) == (10, "off", "on")
+
+
 def test_what_is_printed_is_yaml(written, capsys):
     with pytest.raises(SystemExit):
         parse(["shakespeare-cpu", "--steps", "7", "--print-config"])
@@ -49,12 +54,22 @@ def test_what_is_printed_is_yaml(written, capsys):
         ("model: {dime: 3}", [], "unknown setting of model in .* 'dime'; did you mean 'dim'"),
         ("model: 3", [], r"model of .*run\.yaml is 3: expected settings by name"),
         ("steps: {a: 1}", [], "is {'a': 1}: expected one value"),
-        ("steps: x", [], "--steps is 'x', which has the wrong type"),
+        ("steps: x", [], "--steps is 'x': expected an integer"),
+        ("steps: 1e3", [], r"--steps is 1000\.0: expected an integer"),
+        ("seed: 0x10", [], "--seed is '0x10': expected an integer"),
+        ("train: {compile: no}", [], "compile is 'no': expected auto, on, off or graphs"),
+        ("train: {tf32: yes}", [], "tf32 is 'yes': expected true or false"),
+        ("model: {rotary_scaling: [1]}", [], "a number, a number, a number, an integer or None"),
+        ("train: {z_loss: 1}\ntrain: {}", [], "line 2: train is given twice: expected it once"),
+        ("data: {source: a, source: a}", [], "line 1: source is given twice"),
+        (f"a: &a [1]\nb: [{','.join(['*a'] * 9)}]", [], "line 2: expected a value, not an alias"),
+        ("steps: !!bool x", [], r"--config .*run\.yaml cannot be read: "),
+        (f"steps: {'[' * 5000}", [], r"--config .*run\.yaml cannot be read: "),
         ("seed: -1", [], "--seed is -1: expected 0 to"),
         ("[1]", [], r"holds \[1\]: expected settings by name"),
-        ("track: wandb", [], "--track is 'wandb', which has the wrong type"),
-        ("track: [wandb, none]", [], "--track is a value of type tuple and length 2, which"),
-        ("a: [", [], r"--config .*run\.yaml cannot be read: "),
+        ("track: wandb", [], "'wandb': expected none or a list of tensorboard, wandb or"),
+        ("track: [wandb, none]", [], "--track is a value of type tuple and length 2: expected"),
+        ("a: [", [], r"--config .*run\.yaml, line 1: expected"),
         ("recipe: nope", [], "unknown recipe 'nope'"),
         ("recipe: [baby]", [], r"unknown recipe \"\['baby'\]\""),
         ("steps: 3\nepochs: 2", [], "steps and epochs are both in .*: expected one of them"),
