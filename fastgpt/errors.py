@@ -59,7 +59,8 @@ def shown(value: object) -> str:
 def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") -> UserError:
     """Returns the error for a name not in `known`, which lists them and suggests the nearest."""
     known, given = tuple(known), given[:LONGEST_VALUE]
-    nearest = difflib.get_close_matches(given, known, n=1)
+    longer = [name for name in known if given and name.startswith(given)]
+    nearest = longer or difflib.get_close_matches(given, known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     expected = ", ".join((*map(repr, known), *filter(None, [also])))
     return UserError(f"unknown {what} {given!r}{hint} (expected one of {expected})")

@@ -4,14 +4,16 @@ A command is a dataclass. Its field names are the flags, and the text below a fi
 """
 
 import io
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
 import fastgpt
+from fastgpt.config.checks import expected
 from fastgpt.errors import UserError
 from fastgpt.terminal import print_text
 
@@ -41,7 +43,8 @@ def parse(
             return tyro.cli(kind, args=argv, description=about or kind.__doc__, **options)
     except SystemExit as stopped:
         if stopped.code:
-            raise UserError(_in_one_line(complaint.getvalue())) from None
+            said = _in_one_line(complaint.getvalue())
+            raise UserError(_in_our_words(said, kind, argv)) from None
         print_text(help_text.getvalue().rstrip())
         raise
 
@@ -58,3 +61,28 @@ def _in_one_line(box: str) -> str:
         elif not text.startswith(9 * " "):
             said[-1] += f" {text.strip()}"
     return ";".join(filter(None, said)).strip().removeprefix("Error parsing ")
+
+
+_WRONG_VALUE = re.compile(
+    r"(?P<flag>--[\w.-]+): .*?(?P<value>\['.*?\]|'.*?')(?:$|\.;)"
+    r"|invalid choice (?P<choice>'.*') for argument '(?P<of>--[\w.-]+)'"
+    r"|Missing value for argument '(?:-./)?(?P<none>--[\w.-]+)'"
+)
+
+
+def _in_our_words(said: str, kind: Any, argv: Sequence[str]) -> str:
+    """Returns what was given and expected, where tyro complains of a value."""
+    unknown = said.removeprefix("Unrecognized options: ").split(";")[0].split(", ")[0]
+    if unknown in argv and not unknown.startswith("-"):
+        before = "".join([*argv][: argv.index(unknown)][-1:])
+        off = re.sub(r"^(--(?:.*\.)?)(?!no-)", r"\1no-", before)
+        alone = f", which takes no value; to turn it off, pass {off}" * before.startswith("--")
+        return f"unexpected {unknown!r}" + f" after {before}{alone}" * bool(before)
+    if (found := _WRONG_VALUE.match(said)) is None:
+        return said
+    name = found["flag"] or found["of"] or found["none"]
+    hint = kind
+    for part in name[2:].replace("-", "_").split("."):
+        hint = get_type_hints(hint, include_extras=True)[part]
+    given = f"is {found['value'] or found['choice']}" if not found["none"] else "has no value"
+    return f"{name} {given}: expected {expected(hint)}"

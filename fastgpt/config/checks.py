@@ -54,7 +54,8 @@ def expected(hint: Any) -> str:
     if kind is Annotated:
         return expected(inner[0])
     if kind is Literal:
-        return " or ".join([", ".join(inner[:-1]), inner[-1]][len(inner) == 1 :])
+        *others, last = map(str, inner)
+        return f"{', '.join(others)} or {last}" if others else last
     if kind is tuple:
         many = inner[-1] is Ellipsis
         return f"a list of {expected(inner[0])}" if many else ", ".join(map(expected, inner))

@@ -12,10 +12,10 @@ from fastgpt.errors import UserError
 @pytest.mark.parametrize(
     ("name", "argv", "message"),
     [
-        ("__main__", "--rounds many", "--rounds: no type matching {None}|INT"),
+        ("__main__", "--rounds many", "--rounds is ['many']: expected an integer or None"),
         ("__main__", "--quik", "Unrecognized options: --quik; Perhaps you meant: --quick"),
         ("__main__", "--only step/nothing", "--only step/nothing: expected step/shakespeare-cpu"),
-        ("step", "--starts 3", "invalid choice '3' for argument '--starts'"),
+        ("step", "--starts 3", "--starts is '3': expected"),
         ("step", "gpt3", "unknown recipe 'gpt3'"),
         ("step", "--contenders eagre", "unknown contender 'eagre'; did you mean 'eager'"),
         ("step", "--contenders nanogpt", "contender nanogpt needs --nanogpt PATH"),
@@ -29,7 +29,7 @@ from fastgpt.errors import UserError
         ("race", "", "Missing from python -m bench.race: --nanogpt PATH"),
         ("host", "--calls 0", "--calls is 0"),
         ("host", "--rounds 1", "--rounds is 1: expected 1 or more, 2 or more"),
-        ("reproduce", "--device gpu", "invalid choice 'gpu' for argument '--device'"),
+        ("reproduce", "--device gpu", "--device is 'gpu': expected"),
         ("generate", "--rounds 1", "--rounds is 1: expected 2 or more"),
         ("generate", "--prompt 3", "--prompt is 3: expected 4 or more"),
         ("generate", "shakespeare-cpu --tokens 1", "--tokens is 1: expected at most 64 in all"),
