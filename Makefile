@@ -3,18 +3,25 @@
 #   VENV=dir     the environment (.venv), made and kept up to date as needed;
 #                VENV=none uses $(PYTHON) as it is and installs nothing
 #   PYTHON=exe   the Python that makes the environment (python3)
-#   EXTRAS=a,b   what `make setup` installs beside the core (dev; also bench, data, docs, notebook)
+#   EXTRAS=a,b   what `make setup` installs beside the core (dev), of the extras below
 #   ARGS="..."   handed on to the command that the target runs
+#   RECIPE=name  the recipe that `make train` trains (baby)
 #   OP=norm      the folder of kernels/ that `make op` checks; ARCH="80 90" compiles it for these
 
 VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= dev
+RECIPE ?= baby
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full rehearsal mutants chaos bench bench-regress gpu tune reproduce hub docs notebook lint fmt clean
-.PHONY: .check-python .check-extras .check-op .new-venv
+targets := help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full rehearsal mutants chaos bench bench-regress gpu tune reproduce hub docs notebook lint fmt clean
+.PHONY: $(targets) .check-python .check-extras .check-op .new-venv
 .NOTPARALLEL:
+
+stray := $(firstword $(filter-out $(targets) %.installed,$(MAKECMDGOALS)))
+ifneq ($(stray),)
+$(error there is no target $(stray) (make help lists them); files and flags go into ARGS, as in: make test ARGS=$(stray))
+endif
 
 # --- environment -------------------------------------------------------------------------------
 
@@ -125,12 +132,13 @@ ARCH ?= 90
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' Makefile
 	@sed -n 's/^#  / /p' Makefile
+	@echo "  extras: $(extras)"
 
 setup: .check-extras $(call env,$(EXTRAS)) ## make the environment and install into it, nothing else
 	@echo "ready: $(PY)"
 
-train: $(call env,core) ## train the small default recipe on the built-in corpus
-	$(PY) train.py baby $(ARGS)
+train: $(call env,core) ## train a recipe; by default the small one, on the built-in corpus
+	$(PY) train.py $(RECIPE) $(ARGS)
 
 test: $(call env,dev) ## run the tests that this machine can run, but for the slow ones
 	$(PY) -m pytest -q -m "not slow" -n auto --maxprocesses 4 $(ARGS)$(call then_on_cuda,"gpu and not slow")

@@ -46,7 +46,7 @@ ROOMS = (
     "report",
     "train",
     "cli compare",
-    "doctor",
+    "doctor __main__",
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
 PROJECT = {"tests", "bench", "examples", "train", "fastgpt", "kernels", "simgpu"}

@@ -167,6 +167,8 @@ def test_venv_and_python_are_honoured(checkout):
         ("PYTHON=nowhere", "nowhere: "),
         ("VENV=thesis", "error: VENV=thesis exists and is not a virtual environment"),
         ("VENV=", "error: VENV= exists and is not a virtual environment"),
+        ("examples", "there is no target examples (make help lists them); files and flags go into"),
+        ("tets", "there is no target tets (make help lists them); files and flags go into ARGS"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_touched(checkout, args, message):
@@ -199,6 +201,14 @@ def test_an_op_that_does_not_exist_is_named_beside_those_that_do(checkout, args)
 def test_help_is_the_default_and_lists_every_target(checkout):
     checkout.make("")
     assert set(re.findall(r"^make ([\w-]+) +\w", checkout.printed, re.MULTILINE)) == TARGETS
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert f"extras: {' '.join(extras)}\n" in checkout.printed
+
+
+def test_a_recipe_is_trained_by_its_name(checkout):
+    assert checkout.make("train RECIPE=pubmed") == [VENV, CORE, "train.py pubmed"]
 
 
 def test_every_requirement_is_pinned_exactly_once():

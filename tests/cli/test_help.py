@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastgpt
+from fastgpt import __main__ as main
 from fastgpt import cli, prepare, sample
 from fastgpt.compare import __main__ as compare
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert import __main__ as convert
 from fastgpt.data import __main__ as data
 from fastgpt.doctor import __main__ as doctor
+from fastgpt.errors import UserError
 from fastgpt.evaluate import __main__ as evaluate
 from fastgpt.serve import __main__ as serve
 from tests.api import field_texts
@@ -87,6 +90,18 @@ def test_all_recipes_are_listed(printed):
     for line, (about, _) in zip(lines, RECIPES.values()):
         assert line.endswith(f" {about}")
         assert len(line) <= 80
+
+
+def test_every_command_is_listed_in_one_line(capsys):
+    main.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rooms = {path.parent.name for path in Path(fastgpt.__file__).parent.glob("*/__main__.py")}
+    assert {line.split()[2] for line in lines[:-1]} == {
+        f"fastgpt.{name}" for name in rooms | {"cli", "prepare", "sample"}
+    }
+    with pytest.raises(UserError, match="is given train: expected a module"):
+        main.main(["train"])
 
 
 def test_version_is_that_of_the_newest_release(printed):
