@@ -7,6 +7,7 @@ import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
+from textwrap import fill
 from typing import Any, TextIO, cast
 
 from rich.console import Console, RenderableType
@@ -65,11 +66,24 @@ class Display:
     def header(self, facts: dict[str, str]) -> None:
         """Prints names and values, one per line."""
         for name, value in facts.items():
-            self.line(f"{name:<12}{one_line(value)}")
+            self.line(f"{name:<12}{one_line(value)}", wrap=True)
 
-    def line(self, text: str) -> None:
-        """Prints one line of text, above the bar."""
-        self.console.print(printable(text), markup=False)
+    def line(self, text: str, wrap: bool = False) -> None:
+        """Prints one line of text, above the bar; with `wrap` a terminal breaks it between words.
+
+        A step's figures are always broken there. A command must stay whole, to be copied.
+        """
+        text = printable(text)
+        if self.console.is_terminal and (wrap or text.startswith("step ")):
+            indent, width = 12 * " ", self.console.width
+            text = fill(
+                text,
+                width,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        self.console.print(text, markup=False)
 
     def warn(self, text: str) -> None:
         """Prints a warning."""

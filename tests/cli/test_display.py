@@ -38,6 +38,19 @@ def test_the_step_and_its_most_important_figures_fit_into_any_terminal(width):
     assert " left step 1234" in line
 
 
+def test_a_terminal_breaks_facts_and_figures_between_words_and_no_command():
+    shows = display.Display()
+    shows.console = Console(file=io.StringIO(), force_terminal=True, width=24, color_system=None)
+    shows.console.soft_wrap = True
+    shows.header({"model": "19 activations"})
+    shows.line("step      9  val loss 2.3456")
+    shows.line("to resume: python train.py")
+    assert shows.console.file.getvalue().splitlines() == [
+        *("model       19", "            activations"),
+        *("step      9  val loss", "            2.3456", "to resume: python train.py"),
+    ]
+
+
 def test_a_log_file_has_a_line_for_each_record_and_none_for_what_is_done_between(capsys):
     shows = display.Display()
     shows.start(0, 5000)
