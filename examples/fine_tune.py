@@ -13,6 +13,7 @@ from pathlib import Path
 import tyro
 
 import fastgpt
+from fastgpt import flags
 from fastgpt.config import DataConfig, OptimConfig, TrainConfig
 from fastgpt.convert.source import read
 from fastgpt.train.init_from import with_architecture
@@ -45,4 +46,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    flags.run(main)

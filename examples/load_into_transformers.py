@@ -13,6 +13,8 @@ from pathlib import Path
 import tyro
 from transformers import pipeline
 
+from fastgpt import flags
+
 
 def main(
     run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], prompt: str = "The "
@@ -31,4 +33,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    flags.run(main)

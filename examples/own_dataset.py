@@ -10,11 +10,11 @@ target is the next token, or -100 where the loss does not count.
 from pathlib import Path
 
 import torch
-import tyro
 from torch import Tensor
 from torch.utils.data import Dataset, random_split
 
 import fastgpt
+from fastgpt import flags
 from fastgpt.config import OptimConfig, TrainConfig
 
 ALPHABET = "0123456789+="
@@ -57,4 +57,4 @@ def main(steps: int = 200, out: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    flags.run(main)

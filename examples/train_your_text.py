@@ -11,6 +11,7 @@ from pathlib import Path
 import tyro
 
 import fastgpt
+from fastgpt import flags
 from fastgpt.config import DataConfig, OptimConfig, TrainConfig
 
 
@@ -44,4 +45,4 @@ def main(text: tyro.conf.Positional[Path], steps: int = 100, out: Path | None = 
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    flags.run(main)

@@ -44,7 +44,8 @@ OTHERS = {
 def main() -> None:
     """Runs train.py with the arguments of this process."""
     with failure.abort_all_ranks(), shown_in_one_line():
-        config, source = parse_with_source(sys.argv[1:])
+        with shown_in_one_line(status=2):
+            config, source = parse_with_source(sys.argv[1:])
         from fastgpt.train.trainer import Trainer  # slow to import: not for --help or wrong flags
 
         trainer = Trainer(config, source=source)

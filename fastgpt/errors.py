@@ -38,6 +38,10 @@ class UserError(Exception):
         super().__init__(message if len(message) <= LONGEST else cut)
 
 
+class UsageError(UserError):
+    """A `UserError` of a command's flags: the command exits with status 2."""
+
+
 class OtherRankError(UserError):
     """A `UserError` of another rank, which prints it; this rank prints nothing."""
 
@@ -148,7 +152,7 @@ def shown_in_one_line(status: int = 1) -> Iterator[None]:
         if not isinstance(error, OtherRankError):
             print_line(line)
         tell_torchrun(one_line(f"error: {error}"))
-        sys.exit(status)
+        sys.exit(2 if isinstance(error, UsageError) else status)
     except KeyboardInterrupt as error:
         print_line(f"interrupted {error}".rstrip())
         sys.exit(130)

@@ -6,22 +6,28 @@ A command is a dataclass. Its field names are the flags, and the text below a fi
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial, wraps
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
 import fastgpt
 from fastgpt.config.checks import expected
-from fastgpt.errors import UserError
+from fastgpt.errors import UsageError, UserError, shown_in_one_line
 from fastgpt.terminal import print_text
 
 T = TypeVar("T")
 
 
 def parse(
-    kind: type[T], argv: Sequence[str], *, prog: str, default: T | None = None, about: str = ""
+    kind: Callable[..., T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    default: T | None = None,
+    about: str = "",
 ) -> T:
     """Parses `argv` into a `kind`; --help and --version print and exit.
 
@@ -30,7 +36,7 @@ def parse(
         about: first paragraph of the help; by default the dataclass's docstring.
 
     Raises:
-        UserError: a flag or value is unknown, missing or of the wrong type.
+        UsageError: a flag or value is unknown, missing or of the wrong type.
     """
     if "--version" in argv:
         print_text(f"fastgpt {fastgpt.__version__}")
@@ -44,9 +50,23 @@ def parse(
     except SystemExit as stopped:
         if stopped.code:
             said = _in_one_line(complaint.getvalue())
-            raise UserError(_in_our_words(said, kind, argv)) from None
+            raise UsageError(_in_our_words(said, kind, argv)) from None
         print_text(help_text.getvalue().rstrip())
         raise
+    except UserError as error:
+        raise UsageError(str(error)) from error
+
+
+def run(main: Callable[..., None]) -> None:
+    """Runs a function whose parameters are the flags, as the programs in examples/ do."""
+
+    @wraps(main)
+    def given(*args: Any, **flags: Any) -> Callable[[], None]:
+        return partial(main, *args, **flags)
+
+    with shown_in_one_line():
+        about = (main.__doc__ or "").partition("\n")[0]
+        parse(given, sys.argv[1:], prog=f"python {sys.argv[0]}", about=about)()
 
 
 def _in_one_line(box: str) -> str:

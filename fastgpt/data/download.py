@@ -5,7 +5,7 @@ from pathlib import Path
 
 import requests
 
-from fastgpt.errors import UserError, writing
+from fastgpt.errors import UserError, reason, writing
 from fastgpt.files import cache_dir, data_dir, sha256_of, write_atomically
 
 TIMEOUTS_S = (15, 60)
@@ -43,11 +43,13 @@ def _download(url: str, sha256: str, instead: str) -> bytes:
         response = requests.get(url, timeout=TIMEOUTS_S)
         response.raise_for_status()
         if (found := hashlib.sha256(response.content).hexdigest()) != sha256:
-            reason = f"the file received has sha256 {found}, expected {sha256}"
-            raise requests.RequestException(reason)
+            raise requests.RequestException(f"it has sha256 {found}, expected {sha256}")
     except requests.RequestException as error:
+        first: BaseException = error  # what urllib3 and requests wrap, which says it in few words
+        while first.__context__ is not None:
+            first = first.__context__
         raise UserError(
-            f"cannot download {url}: {error}; {instead} can be put into {data_dir()} by hand, or"
-            " into a folder that FASTGPT_DATA names"
+            f"put {instead} into {data_dir()} by hand, or into a folder that FASTGPT_DATA names:"
+            f" cannot download {url}: {reason(first)}"
         ) from error
     return response.content

@@ -177,8 +177,8 @@ def _decoded(stream: BinaryIO, path: str, encoding: str, raw: bool) -> Iterator[
         except UnicodeError as error:
             raise UserError(
                 f"{path} is not {encoding.upper()} ({getattr(error, 'reason', error)}): if it is"
-                " text, pass its encoding, such as --encoding utf-16 or cp1252 (train.py:"
-                " --data.encoding)"
+                " text, pass its encoding, such as --encoding utf-16 or cp1252 to"
+                " fastgpt.prepare, or --data.encoding to train.py"
             ) from error
         yield text if not raw else block if encoding == UTF_8 else text.encode(errors="replace")
 
@@ -242,7 +242,8 @@ def _json_lines(stream: BinaryIO, path: str, field: str) -> Iterator[str]:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"{path} line {number:,}: expected a JSON object with text in the field {field!r},"
-                f" which --field chooses, not {shown(line.decode(errors='replace'))}"
+                " which --field of fastgpt.prepare chooses, not"
+                f" {shown(line.decode(errors='replace'))}"
             ) from error
         yield text
 
@@ -304,6 +305,6 @@ def _check_column(schema: Any, field: str, path: str) -> None:
     if kinds.get(field) not in ("string", "large_string", "string_view"):
         found = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
         raise UserError(
-            f"{path} has no column {field!r} of text: pass the one that holds the text with --field"
-            f" (columns: {found})"
+            f"{path} has no column {field!r} of text: pass the one that holds the text to"
+            f" fastgpt.prepare with --field (columns: {found})"
         )

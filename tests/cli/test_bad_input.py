@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from fastgpt import prepare
+from fastgpt import flags, prepare
 from fastgpt.cli import parse
 from fastgpt.train.optim import Optimizers
 from tests.data.sets import write_shard
@@ -124,6 +124,15 @@ def test_wrong_recipe_field_or_value(error, argv, said, tmp_path, monkeypatch):
 )
 def test_a_wrong_or_missing_value_is_named_with_what_was_expected(error, argv, said):
     assert error(["baby", *argv.split()]).startswith(f"error: {said}")
+
+
+def test_a_wrong_flag_of_a_function_such_as_an_example_is_one_line(capsys, monkeypatch):
+    def main(steps: int = 3) -> None:
+        print(steps)
+
+    monkeypatch.setattr(sys, "argv", ["example.py", "--steps", "x"])
+    said = "error: --steps is 'x': expected an integer\n"
+    assert one_line_error(capsys, flags.run, main) == said
 
 
 def test_missing_arguments_are_named(capsys):

@@ -17,7 +17,7 @@ from fastgpt.config.recipes import RECIPES
 from fastgpt.convert import __main__ as convert
 from fastgpt.data import __main__ as data
 from fastgpt.doctor import __main__ as doctor
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, run_command
 from fastgpt.evaluate import __main__ as evaluate
 from fastgpt.serve import __main__ as serve
 from tests.api import field_texts
@@ -60,6 +60,13 @@ def test_help(command, argv, printed, monkeypatch):
     assert flag in said
     assert "\x1b" not in said
     assert max(map(len, said.split("\n\n", 2)[2].splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"python -m fastgpt.doctor"}))
+def test_a_wrong_flag_ends_with_status_2(command):
+    with pytest.raises(SystemExit) as stopped:
+        run_command(lambda _: COMMANDS[command][0](["--nonsense"]))
+    assert stopped.value.code == 2
 
 
 def test_help_is_of_the_recipe_that_is_named_on_either_side(printed):

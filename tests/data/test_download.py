@@ -88,14 +88,14 @@ def test_own_file_is_taken_and_must_be_the_published_one(server, get, data):
     [
         ([404], SHA256, "404 Client Error: Not Found .*"),
         ([503], SHA256, "503 Server Error: Service Unavailable .*"),
-        ([1000], SHA256, r".*IncompleteRead\(1000 bytes read, 511000 more expected\).*"),
-        ([len(CONTENT)], "0" * 64, f"the file received has sha256 {SHA256}, expected {'0' * 64}"),
+        ([1000], SHA256, r"IncompleteRead\(1000 bytes read, 511000 more expected\)"),
+        ([len(CONTENT)], "0" * 64, f"it has sha256 {SHA256}, expected {'0' * 64}"),
     ],
 )
 def test_failure_is_one_line_and_leaves_nothing(server, get, data, faults, sha256, reason):
     server.faults = [*faults]
-    by_hand = f"x.bin can be put into {data} by hand, or into a folder that FASTGPT_DATA names"
-    with pytest.raises(UserError, match=rf"^cannot download {server.url}: {reason}; {by_hand}$"):
+    by_hand = f"put x.bin into {data} by hand, or into a folder that FASTGPT_DATA names"
+    with pytest.raises(UserError, match=rf"^{by_hand}: cannot download {server.url}: {reason}$"):
         get(sha256=sha256)
     assert server.requests == len(faults)
     assert not [*get.path.parent.iterdir()]
@@ -108,7 +108,7 @@ def test_server_that_does_not_answer_is_named(get, monkeypatch, open, reason):
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.bin"
         if not open:
             silent.close()
-        with pytest.raises(UserError, match=rf"^cannot download {url}: .*{reason}.*; x.bin can"):
+        with pytest.raises(UserError, match=f"^put x.bin .*: cannot download {url}: {reason}$"):
             get(url)
 
 

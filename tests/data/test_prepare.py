@@ -127,7 +127,7 @@ def test_without_gpt2s_files_and_network_it_says_what_to_put_where(
     offline = mock.Mock(side_effect=requests.ConnectionError("no route to host"))
     monkeypatch.setattr(requests, "get", offline)
     error = one_line_error(capsys, main, write_documents(tmp_path / "x.jsonl", texts(1500)))
-    assert re.search("cannot download .*no route to host.* vocab.bpe.* put into .*mine", error)
+    assert re.search("put .*vocab.bpe.* into .*mine.*: cannot download .*no route to host", error)
     assert not (tmp_path / "out").exists()
 
 
