@@ -45,7 +45,8 @@ class Engine:
     """Continues texts in one batch, in a thread of its own.
 
     Before each step a waiting text enters a free slot, and its prompt is computed; then all texts
-    get a token. Rows in use are the first ones: the last one moves to where a text has left.
+    get a token. Rows in use are the first ones: the last one moves to where a text has left. A row
+    is zeroed for each text, because attention adds what the last one left: it may not be finite.
 
     Args:
         slots: number of texts in the batch.
@@ -124,6 +125,8 @@ class Engine:
                 enters = [self.waiting.popleft()]
         if enters:
             self.running += enters
+            for kept in self._kept():
+                kept[len(self.running) - 1] = 0
             tokens = enters[0].prompt[None].to(self.device)
             cache = self._rows(len(self.running) - 1, [0])
             self._extend(enters, self.model(tokens, cache=cache))
@@ -138,10 +141,14 @@ class Engine:
         """Extends texts by a token each, from logits (B, T, V) of as many rows or more."""
         for job, new in zip(jobs, logits[:, -1].float().cpu()):
             job.length += logits.shape[1]
-            piece = job.text.add(new)
-            if piece.finish:
+            try:
+                found = job.text.add(new)
+            except Exception as error:  # logits that are not finite: other texts know nothing of it
+                traceback.print_exc()
+                found = error
+            if isinstance(found, Exception) or found.finish:
                 self._leave(job)
-            job.put(piece)
+            job.put(found)
 
     def _leave(self, job: Job) -> None:
         """Frees the place of a text; the text of the last row moves to its row."""
@@ -151,6 +158,10 @@ class Engine:
         row, last = self.running.index(job), self.running.pop()
         if last is not job:
             self.running[row] = last
-            kept = (layer.keys_values or () for layer in self.whole.layers)
-            for x in (self.whole.documents, *(x for pair in kept for x in pair)):
-                x[row] = x[len(self.running)]
+            for kept in self._kept():
+                kept[row] = kept[len(self.running)]
+
+    def _kept(self) -> list[Tensor]:
+        """Returns all that is kept of the texts, each tensor with a row for a text."""
+        pairs = (layer.keys_values or () for layer in self.whole.layers)
+        return [self.whole.documents, *(kept for pair in pairs for kept in pair)]

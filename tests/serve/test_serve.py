@@ -15,6 +15,7 @@ import fastgpt
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.kernels.decode_attention import op as decode_attention_op
+from fastgpt.model.drawing import draw
 from fastgpt.sampling.chat import CHATML, Template
 from fastgpt.sampling.streaming import Continuation
 from tests.models import sharp
@@ -105,6 +106,21 @@ def test_the_queue_is_limited_and_texts_that_end_early_leave_no_trace():
         engine.submit([more])
         assert len(jobs[4][1]()) == 5
         assert (engine.running, [*engine.waiting]) == ([], [])
+
+
+def test_a_text_that_is_not_finite_ends_alone_and_leaves_its_slot_sound(capsys):
+    model = sharp(num_heads=2, dim=16, vocab_size=31, tied=False)
+    with torch.no_grad():
+        model.wte.weight[30] = torch.nan  # which the tokenizer does not know, and no text draws
+    jobs = [job(ids, new) for ids, new in (([1], 9), ([30] * 12, 1), ([2], 9), ([3] * 5, 9))]
+    for each, _ in jobs:
+        each.text.draw = partial(draw, temperature=0.5)  # refuses NaN
+    with closing(Engine(model, slots=2)) as engine:
+        engine.submit([each for each, _ in jobs])
+        with pytest.raises(RuntimeError, match="nan"):
+            jobs[1][1]()
+        assert [len(jobs[i][1]()) for i in (0, 2, 3)] == [9, 9, 9]
+    assert "RuntimeError" in capsys.readouterr().err
 
 
 # --- HTTP -----------------------------------------------------------------------------------------
