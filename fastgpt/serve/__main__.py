@@ -94,8 +94,9 @@ def main(argv: list[str]) -> None:
 
     class Closing(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
-            engine.close()  # before the connections, which would wait for their texts
-            super().handle_exit(sig, frame)
+            engine.closed = True  # ends the texts, for which the connections would wait
+            if not self.should_exit:  # it ends within seconds: a second signal would only tear it
+                super().handle_exit(sig, frame)
 
     settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 3}
     with closing(engine):

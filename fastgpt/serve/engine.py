@@ -61,7 +61,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.model, self.slots, self.queue = model, slots, queue
         self.running, self.waiting = list[Job](), deque[Job]()
-        self._changed, self._closed = threading.Condition(), False
+        self._changed, self.closed = threading.Condition(), False
         self.device = next(model.parameters()).device
         self.whole = Cache(model.config, slots, model.config.context, self.device)
         with autocast(), torch.no_grad():  # a first token allocates the layers
@@ -72,7 +72,7 @@ class Engine:
     def submit(self, jobs: list[Job]) -> None:
         """Lets texts wait for a slot; raises `queue.Full` if too many do."""
         with self._changed:
-            if self._closed:
+            if self.closed:
                 raise ConnectionAbortedError("the server ends")
             if len(self.waiting) + len(jobs) > self.queue:
                 raise Full(f"{len(self.waiting)} texts wait already: try again later")
@@ -80,9 +80,9 @@ class Engine:
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends all texts and the thread."""
+        """Ends all texts and the thread; a handler of signals sets `closed` alone, without locks."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify()
         self._thread.join()
 
@@ -90,9 +90,9 @@ class Engine:
         with batch_invariant(exact), autocast(), torch.no_grad():
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self.running or self.waiting)
-                if self._closed:
-                    break
+                    self._changed.wait_for(lambda: self.closed or self.running or self.waiting)
+                    if self.closed:  # with the lock: a text that `submit` takes now is told, too
+                        break
                 try:
                     self._step()
                 except Exception as error:  # a bug, or no memory: other texts may do better

@@ -2,11 +2,13 @@
 
 import json
 import queue
+import signal
 import socket
 import threading
 import time
 from contextlib import closing, contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from tests.sampling.test_streaming import Letters
 openai = pytest.importorskip("openai")
 httpx2 = pytest.importorskip("httpx2")  # which it brings
 uvicorn = pytest.importorskip("uvicorn")
+from fastgpt.serve import __main__ as serve_main  # noqa: E402 - what the extra installs
 from fastgpt.serve.__main__ import ServeConfig, listening  # noqa: E402 - what the extra installs
 from fastgpt.serve.app import Server  # noqa: E402
 from fastgpt.serve.engine import Engine, Job  # noqa: E402
@@ -276,6 +279,31 @@ def test_an_engine_that_was_closed_takes_no_text(model):
     (engine := Engine(model)).close()
     with pytest.raises(ConnectionAbortedError, match="the server ends"):
         engine.submit([])
+
+
+def test_signals_end_the_server_in_any_moment(model, monkeypatch, capfd):
+    place, submit, replies = socket.create_server(("127.0.0.1", 0)), Engine.submit, []
+    found = SimpleNamespace(
+        known_tokenizer=ByteTokenizer, build_gpt=lambda _: model, hf_sidecars={}
+    )
+    monkeypatch.setattr(serve_main, "open_model", lambda _: found)
+    monkeypatch.setattr(serve_main, "listening", lambda *_: place)
+
+    def interrupted(engine, jobs):
+        with engine._changed:
+            submit(engine, jobs)
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Engine, "submit", interrupted)
+    about = (f"http://127.0.0.1:{place.getsockname()[1]}", {"prompt": "a", "max_tokens": 199})
+    client = threading.Thread(target=lambda: replies.append(asked(*about)))
+    client.start()
+    with pytest.raises(KeyboardInterrupt):
+        serve_main.main(["tiny", "--device", "cpu"])
+    client.join(20)
+    assert replies == [(503, "the server ends")]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 IDLE = {"status": "ok", "running": 0, "waiting": 0}
