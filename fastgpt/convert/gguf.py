@@ -13,7 +13,7 @@ from fastgpt.convert.source import OpenedModel
 from fastgpt.convert.target import begin_and_end, renamed
 from fastgpt.data.tokenizers.gpt2 import LETTERS
 from fastgpt.errors import UserError
-from fastgpt.sampling.chat import template_of
+from fastgpt.sampling.chat import text_elsewhere
 
 KINDS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
 """Value of --dtype -> GGUF's name."""
@@ -109,5 +109,5 @@ def _add_vocabulary(writer: Any, source: OpenedModel, types: Any) -> None:
     end = end[0] if isinstance(end, list) else end or 0
     writer.add_eos_token_id(end)
     writer.add_bos_token_id(end if begin is None else begin)
-    if (template := template_of(source.hf_sidecars)) is not None:
-        writer.add_chat_template(template.text)
+    if (template := text_elsewhere(source.hf_sidecars, tokenizer)) is not None:
+        writer.add_chat_template(template)

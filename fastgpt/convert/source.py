@@ -27,8 +27,8 @@ HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|distilgpt2|[\w.-]+/[\w.-]+")
 FILES = ("*.safetensors", "*.json", "*.jinja")
 """Files of a hub repository that are downloaded, but not those of its folders: no pickles."""
 READERS = {".pt": read_nanogpt, ".bin": read_llmc}
-SIDECARS = ("chat_template.jinja", "tokenizer_config.json")
-"""Files of Hugging Face that may have a chat template, kept as they are."""
+SIDECARS = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json")
+"""Files of Hugging Face with a chat template or the ends of an answer, kept as they are."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id")
 """Fields of a config.json that a run keeps, as nothing else says them; the second may be a list."""
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -47,6 +47,16 @@ class OpenedModel:
     warnings: list[str] = field(default_factory=list)
     hf_sidecars: dict[str, str] = field(default_factory=dict)
     """Text of the files `SIDECARS` by name, and of config.json the fields `TOKEN_IDS`."""
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is None:
+            return
+        stops = set()
+        for name in ("config.json", "generation_config.json"):
+            kept = parse_object(self.hf_sidecars.get(name, "{}"), self.path / name)
+            ids = token_ids(kept, name).get("eos_token_id", [])
+            stops.update(ids if isinstance(ids, list) else [ids])
+        self.tokenizer.stop_ids = frozenset(stops)
 
     def known_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer; raises `UserError` if there is none."""
@@ -207,12 +217,12 @@ def parse_object(text: str, path: Path) -> Settings:
     return content
 
 
-def token_ids(settings: Settings) -> Settings:
+def token_ids(settings: Settings, where: str = "config.json") -> Settings:
     """Returns the fields `TOKEN_IDS` of a config.json, without those that are missing or null."""
     found = {name: settings[name] for name in TOKEN_IDS if settings.get(name) is not None}
     for name, ids in found.items():
         if not all(type(x) is int for x in (ids if isinstance(ids, list) else [ids])):
-            raise UserError(f"config.json: {name} is {shown(ids)}: expected an id or a list of ids")
+            raise UserError(f"{where}: {name} is {shown(ids)}: expected an id or a list of ids")
     return found
 
 

@@ -14,6 +14,7 @@ from fastgpt.convert.families import family_for, settings_for, tensor_maps
 from fastgpt.convert.family import Settings, TensorMap
 from fastgpt.convert.source import SIDECARS, TOKEN_IDS, OpenedModel, parse_object, token_ids
 from fastgpt.files import write_atomically
+from fastgpt.sampling.chat import text_elsewhere
 
 
 def write_run(source: OpenedModel, target: Path) -> None:
@@ -57,8 +58,10 @@ def write_folder(source: OpenedModel, target: Path, shard_bytes: int) -> None:
     _write_tensors(source, tensor_maps(family, source.config), target, shard_bytes)
     if tokenizer is not None:
         vocabulary.write(tokenizer, target, source.config.context)
-    for name in source.hf_sidecars.keys() & SIDECARS:
-        (target / name).write_text(source.hf_sidecars[name], encoding="utf-8")
+    kept = source.hf_sidecars
+    for name in kept.keys() & SIDECARS:
+        own = text_elsewhere(kept, tokenizer) if name == "chat_template.jinja" else None
+        (target / name).write_text(own or kept[name], encoding="utf-8")
 
 
 def begin_and_end(source: OpenedModel) -> Settings:

@@ -22,7 +22,7 @@ def generate(
     max_new_tokens: int,
     vocab_size: int | None = None,
     lengths: Tensor | None = None,
-    stop_id: int | None = None,
+    stop_id: int | Sequence[int] | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -44,7 +44,7 @@ def generate(
             None: the model's vocabulary.
         lengths: (B,) int64 on the CPU, length of each prompt, 1 to T; tokens beyond it are ignored.
             None: T.
-        stop_id: token that ends a row; generation stops early when all rows have ended.
+        stop_id: token that ends a row, or several; generation stops early when all rows have ended.
         temperature: divisor of the logits; 0 takes the likeliest token.
         top_k: number of likeliest tokens to sample from; None: all.
         top_p: sample from the smallest set of tokens that reaches this probability (Holtzman et al.
@@ -58,8 +58,8 @@ def generate(
             (`kernels.batch_invariant`). With temperature 0 the tokens are then the same, too.
 
     Returns:
-        Tensor: (B, T + max_new_tokens), each row's prompt and sampled tokens, padded with `stop_id`
-        (0 if None).
+        Tensor: (B, T + max_new_tokens), each row's prompt and sampled tokens, padded with the
+        first `stop_id` (0 if None).
 
     Raises:
         UserError: the tokens are no whole numbers (B, T), or an id is outside of the vocabulary, or
@@ -74,7 +74,8 @@ def generate(
     vocab_size = vocab_size or model.config.vocab_size
     assert vocab_size is not None
     B, T = tokens.shape
-    filler = 0 if stop_id is None else stop_id
+    ends = [] if stop_id is None else [stop_id] if isinstance(stop_id, int) else [*stop_id]
+    filler = ends[0] if ends else 0
     prompt = torch.full((B,), T) if lengths is None else lengths
     over = torch.arange(T) >= prompt[:, None]
     options: dict[str, Any] = {
@@ -93,10 +94,9 @@ def generate(
         seen[rows, drawn] = True
         drawn = drawn.masked_fill(ended, filler)
         tokens[rows, prompt + step] = drawn.to(tokens.device)
-        if stop_id is not None:
-            ended |= drawn == stop_id
-            if ended.all():
-                break
+        ended |= torch.isin(drawn, torch.tensor(ends, dtype=torch.int64))
+        if ended.all():
+            break
     return tokens
 
 

@@ -4,7 +4,7 @@ A chat template turns messages into text, as transformers applies it. Each answe
 itself, with the end of its turn, so that training and talking see the same tokens.
 """
 
-import re
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,10 +25,12 @@ from fastgpt.sampling.streaming import stream
 from fastgpt.sampling.templating import CHATML, Messages
 from fastgpt.terminal import print_line, print_stream
 
-Part = tuple[str, bool]
-"""Part of a rendered conversation, and whether the model learns it."""
+Part = tuple[str | None, bool]
+"""Part of a rendered conversation, None for the end of text before it, and whether it is learnt."""
 Encoded = tuple[np.ndarray, np.ndarray]
 """Ids of a conversation (N,) int64, and which of them are learnt (N,) bool."""
+WHOLE = "{% set bos_token = "
+"""Beginning of a template that writes all of a conversation, even what begins it."""
 
 
 class Template:
@@ -53,11 +55,18 @@ class Template:
     def pieces(self, messages: Messages) -> Iterator[Part]:
         """Yields the text of a conversation, cut where answers begin and end.
 
-        The last piece asks for an answer, if the last message is not one.
+        The last piece asks for an answer, if the last message is not one; it is the only one of a
+        template from elsewhere, so that the ids are those of transformers.
 
         Raises:
             UserError: the template writes a conversation anew when it goes on.
         """
+        whole = self.text.startswith(WHOLE)
+        if whole and messages[-1]["role"] != "assistant":
+            yield self.render(messages, answering=True), False
+            return
+        if not whole:
+            yield None, False
         done = ""
         for end, message in enumerate(messages):
             answers = message["role"] == "assistant"
@@ -84,34 +93,56 @@ class Template:
 def template_of(kept: Mapping[str, str]) -> Template | None:
     """Returns the chat template among the files of a model, if there is one.
 
+    That of a model of others sets `bos_token` and `eos_token`, so that it can be kept alone.
+
     Raises:
         UserError: as `Template`, or the file that should have it is damaged.
     """
-    if "chat_template.jinja" in kept:
-        return Template(kept["chat_template.jinja"])
+    text, settings = _text_and_settings(kept)
+    if text is None or "tokenizer_config.json" not in kept:
+        return None if text is None else Template(text)
+    sets = ""
+    for name in ("bos_token", "eos_token"):
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        said = json.dumps(token if isinstance(token, str) else "", ensure_ascii=False)
+        sets += f"{{% set {name} = {said} %}}\n"
+    return Template(sets + text)
+
+
+def text_elsewhere(kept: Mapping[str, str], tokenizer: Tokenizer | None) -> str | None:
+    """Returns the chat template for other programs, which write no end of text before it."""
+    text, _ = _text_and_settings(kept)
+    if text is None or text.startswith(WHOLE) or "tokenizer_config.json" in kept:
+        return text
+    begin = None if tokenizer is None else tokenizer.eot_id
+    return text if tokenizer is None or begin is None else tokenizer.decode([begin]) + text
+
+
+def _text_and_settings(kept: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
+    """Returns the chat template as it stands, and the content of tokenizer_config.json."""
     try:
         settings = parse_json(kept.get("tokenizer_config.json", "{}"))
     except ValueError as error:
         raise UserError(f"tokenizer_config.json cannot be read: {error}") from error
-    text = settings.get("chat_template") if isinstance(settings, dict) else None
-    return Template(text) if isinstance(text, str) else None
+    settings = settings if isinstance(settings, dict) else {}
+    text = kept.get("chat_template.jinja", settings.get("chat_template"))
+    return text if isinstance(text, str) else None, settings
 
 
 def encode(tokenizer: Tokenizer, pieces: Iterator[Part]) -> Encoded:
     """Returns the ids of a conversation, and which of them are learnt.
 
-    It begins with the end-of-text token, as every document does. Special tokens of the tokenizer
-    that the template writes have their ids; in a tokenizer without them they are ordinary text.
+    It begins with the end-of-text token, as every document does, unless the template comes from
+    elsewhere. Special tokens of the tokenizer that the template writes have their ids; in a
+    tokenizer without them they are ordinary text.
     """
-    special: dict[str, int] = getattr(tokenizer, "special", {})
-    names = re.compile(f"({'|'.join(map(re.escape, special)) or '(?!)'})")
-    begin = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
-    ids, learnt = [np.array(begin, np.int64)], [np.zeros(len(begin), bool)]
+    end = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
+    ids, learnt = [], []
     for text, counts in pieces:
-        for part in names.split(text):
-            found = [special[part]] if part in special else tokenizer.encode(part)
-            ids.append(np.asarray(found, np.int64))
-            learnt.append(np.full(len(found), counts))
+        found = end if text is None else tokenizer.encode_marked(text)
+        ids.append(np.asarray(found, np.int64))
+        learnt.append(np.full(len(found), counts))
     return np.concatenate(ids), np.concatenate(learnt)
 
 

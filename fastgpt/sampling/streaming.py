@@ -68,7 +68,7 @@ class Continuation:
             raise UserError(f"logprobs is {logprobs}: expected 0 or more")
         self.tokenizer, self.left, self.last, self.text = tokenizer, max_new_tokens, -1, ""
         self.stop, self.logprobs, self.strip = stop_strings(stop), logprobs, strip
-        self.draw = partial(draw, **options)
+        self.draw, self.ends = partial(draw, **options), tokenizer.end_ids()
         self.seen = torch.zeros(1, tokenizer.vocab_size, dtype=torch.bool)
         self.seen[0, prompt[prompt < tokenizer.vocab_size]] = True
         # the newest ids: first the context, a text that is complete
@@ -82,7 +82,7 @@ class Continuation:
         self.last = int(self.draw(logits, self.seen))
         self.seen[0, self.last] = True
         self.left -= 1
-        ended = self.last == self.tokenizer.eot_id
+        ended = self.last in self.ends
         if not ended:
             scores = logits[0].log_softmax(-1)
             top = scores.topk(min(self.logprobs, len(scores)))

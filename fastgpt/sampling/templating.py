@@ -25,10 +25,10 @@ class Generation(Extension):
 
 
 def render(text: str, messages: Messages | None, answering: bool) -> str:
-    """Returns the text of messages, in a sandbox; `bos_token` and `eos_token` are empty in it.
+    """Returns the text of messages, in a sandbox, with the variables that transformers gives.
 
     Args:
-        text: the template.
+        text: the template; `bos_token` and `eos_token` are empty where it does not set them.
         messages: None: the template is only read.
         answering: ends the text where the next answer begins.
     """
@@ -36,7 +36,8 @@ def render(text: str, messages: Messages | None, answering: bool) -> str:
     if messages is None:
         return ""
     given = {"messages": messages, "add_generation_prompt": answering}
-    return template.render(**given, bos_token="", eos_token="")
+    none = {"tools": None, "documents": None}
+    return template.render(**given, **none, bos_token="", eos_token="")
 
 
 @lru_cache(maxsize=1)

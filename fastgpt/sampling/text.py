@@ -15,7 +15,9 @@ from fastgpt.model.gpt import GPT
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, name: str = "the prompt") -> Tensor:
-    """Encodes a prompt as token ids, (T,) int64; an empty one becomes the end-of-text token.
+    """Encodes a prompt as token ids, (T,) int64, with those that begin a text of the tokenizer.
+
+    Where there are none, an empty prompt becomes the end-of-text token.
 
     Raises:
         UserError: the prompt is empty and there is no such token, or it has an unknown character;
@@ -26,7 +28,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, name: str = "the prompt") -
     torch.Size([5])
     """
     try:
-        ids = tokenizer.encode(prompt)
+        ids = np.append(np.array(tokenizer.begin_ids, np.int64), tokenizer.encode(prompt))
     except UserError as error:
         raise UserError(f"{name} is {prompt!r}: {error}") from error
     if not len(ids) and tokenizer.eot_id is not None:
@@ -61,7 +63,7 @@ def sample_text(
 ) -> list[str]:
     """Samples `count` continuations of each prompt, prompt included, all of them in one batch.
 
-    A text ends before the first end-of-text token or `stop` string that was sampled.
+    A text ends before the first token that ends it, or `stop` string, that was sampled.
 
     Args:
         model: in evaluation mode.
@@ -77,22 +79,21 @@ def sample_text(
     True
     """
     prompts = [prompt for prompt in prompts for _ in range(count)]
-    eot = tokenizer.eot_id
+    ends = tokenizer.end_ids()
     tokens = generate(
         model,
         pad_sequence(prompts, batch_first=True).to(device),
         lengths=torch.tensor([len(prompt) for prompt in prompts]),
         max_new_tokens=max_new_tokens,
         vocab_size=tokenizer.vocab_size,
-        stop_id=eot,
+        stop_id=ends,
         generator=torch.Generator().manual_seed(seed),
         **options,
     )
     texts = []
     for prompt, row in zip(prompts, tokens.tolist()):
         begin, end = len(prompt), len(prompt) + max_new_tokens
-        if eot in row[begin:end]:
-            end = row.index(eot, begin)
+        end = next((i for i in range(begin, end) if row[i] in ends), end)
         text, begin = tokenizer.decode(row[:end]), len(tokenizer.decode(row[:begin]))
         found = (text.find(each, begin) for each in stop_strings(stop))
         texts.append(text[: min((i for i in found if i >= 0), default=None)])

@@ -1,6 +1,7 @@
 """Runs that start from a model that exists: `--init-from`."""
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -90,11 +91,14 @@ def chat_template(config: Config, source: OpenedModel | None) -> Template:
     elif config.data.chat_template is not None:
         path = Path(config.data.chat_template).expanduser()
         try:
-            kept = {"chat_template.jinja": path.read_text(encoding="utf-8")}
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"--data.chat-template {path} cannot be read: {reason(error)}"
             ) from error
+        if not re.search(r"[be]os_token", text):
+            kept = {}  # what begins and ends a turn is not the model's
+        kept = kept | {"chat_template.jinja": text}
     return template_of(kept) or Template()
 
 

@@ -111,8 +111,8 @@ class WithEnd(ByteTokenizer):
 
     vocab_size = 30
 
-    def __init__(self, eot_id: int | None) -> None:
-        self.eot_id = eot_id
+    def __init__(self, eot_id: int | None, *more: int) -> None:
+        self.eot_id, self.stop_ids = eot_id, frozenset(more)
 
 
 def test_texts_end_before_the_end_of_text_token():
@@ -125,7 +125,8 @@ def test_texts_end_before_the_end_of_text_token():
         for row, prompt in zip(full, prompts, strict=True):
             end = [*row, stop].index(stop, len(prompt))  # a prompt keeps its own
             expected.append(bytes(row[:end]).decode())
-        assert sample_text(model, WithEnd(stop), prompts, **options) == expected
+        for ends in ((stop,), (None, stop)) if stop is not None else ((None,),):
+            assert sample_text(model, WithEnd(*ends), prompts, **options) == expected
 
 
 def test_a_device_that_is_not_there_is_named_by_its_own_flag(sample, monkeypatch):

@@ -14,7 +14,10 @@ from fastgpt.convert.source import read
 from fastgpt.data.tokenizers.huggingface import JsonTokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import CHATML, Rows, Template, encode, open_conversations, template_of
+from fastgpt.sampling.streaming import Continuation
+from fastgpt.sampling.text import encode_prompt
 from fastgpt.train.engine import Engine
+from tests.convert.models import converted, saved, theirs
 from tests.runs import outcome
 
 TALK = [
@@ -86,6 +89,89 @@ def test_text_and_mask_are_those_of_transformers(text, tokenizer):
     ids, learnt = encode(tokenizer, template.pieces(TALK))
     assert ids[1:].tolist() == expected["input_ids"]
     assert learnt[1:].tolist() == [bool(x) for x in expected["assistant_masks"]]
+
+
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+ZEPHYR = (
+    "\n{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}] {% else %}"
+    " {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+ELSEWHERE = {  # template, special tokens (of which the first two begin and end), BOS is added
+    "llama3": (LLAMA3, "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|>"
+               " <|eot_id|>", True),
+    "chatml": (CHATML, "<|endoftext|> <|im_end|> <|im_start|>", False),
+    "eos between turns": (ZEPHYR, "<s> </s>", True),
+}  # fmt: skip
+
+
+@pytest.fixture(params=ELSEWHERE)
+def folder(request, tmp_path):
+    """A chat model of others: the one with `</s>` splits words as SentencePiece does."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
+    template, special, begins = ELSEWHERE[request.param]
+    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = tokenizers.Tokenizer(models.BPE(letters | {"\u2581": 256}, [], fuse_unk=False))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    if "</s>" in special:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        made.decoder = decoders.Metaspace()
+    names = special.split()
+    rstrip = names[-1] == "<|im_start|>"
+    made.add_special_tokens([tokenizers.AddedToken(x, rstrip=rstrip) for x in names])
+    if begins:
+        single = f"{names[0]} $A"
+        both = processors.TemplateProcessing(single, special_tokens=[(names[0], 257)])
+        made.post_processor = processors.Sequence([processors.ByteLevel(), both])
+    saved(theirs("llama", vocab_size=270, eos_token_id=[258, 64]), tmp_path)
+    made.save(str(tmp_path / "tokenizer.json"))
+    said = {
+        "bos_token": {"content": names[0], "__type": "AddedToken"}, "eos_token": names[1],
+        "chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast",
+    }  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [66]}')
+    return tmp_path
+
+
+def test_prompts_of_models_of_others_are_those_of_transformers(folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    asked = theirs.apply_chat_template(TALK[:3], add_generation_prompt=True, return_dict=False)
+    for place in (folder, converted(folder, tmp_path / "run", "run")):
+        found = read(str(place))
+        tokenizer, template = found.known_tokenizer(), template_of(found.hf_sidecars)
+        tuned = template_of({"chat_template.jinja": template.text})  # what a run keeps
+        for each in (template, tuned):
+            assert encode(tokenizer, each.pieces(TALK[:3]))[0].tolist() == asked
+        for text in ("hi who", " me", ""):
+            plain = theirs(text).input_ids or [tokenizer.eot_id]
+            assert encode_prompt(text, tokenizer).tolist() == plain
+        for end in (258, 64, 66, 65):
+            text = Continuation(tokenizer, torch.tensor([1]), max_new_tokens=9, temperature=0)
+            piece = text.add(torch.eye(270)[end])
+            assert piece.finish == (None if end == 65 else "stop")
+
+
+def test_other_programs_begin_our_conversations_as_we_do(fit, chats, tmp_path):
+    from transformers import AutoTokenizer
+
+    run = fit(FLAGS, chats({"messages": TALK}, {"messages": TALK}), "--data.tokenizer gpt2")
+    back = converted(run, tmp_path / "back", "hf")
+    theirs = AutoTokenizer.from_pretrained(back)
+    asked = theirs.apply_chat_template(TALK[:3], add_generation_prompt=True, return_dict=False)
+    assert asked[0] == theirs.eos_token_id
+    for place in (run, back):
+        found = read(str(place))
+        pieces = template_of(found.hf_sidecars).pieces(TALK[:3])
+        assert encode(found.known_tokenizer(), pieces)[0].tolist() == asked
 
 
 def test_the_loss_is_that_of_the_answers(tiny, chats):

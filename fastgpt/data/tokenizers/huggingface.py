@@ -11,6 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import tokenizers
@@ -77,6 +78,7 @@ class JsonTokenizer(Tokenizer):
         self.special = {token.content: id for id, token in added.items() if token.special}
         """Ids of special tokens, which `encode` takes for text."""
         self.eot_id = next((vocabulary[name] for name in EOT_TOKENS if name in vocabulary), None)
+        self.begin_ids = self._begin_ids()
 
     def encode(self, text: str) -> np.ndarray:
         """Encodes `text` as ids (N,): uint16 if every id of the vocabulary fits, else uint32.
@@ -86,11 +88,35 @@ class JsonTokenizer(Tokenizer):
         Raises:
             UserError: the tokenizer has no ids for a part of the text.
         """
+        return self._ids(self._tokenizer, text)
+
+    def encode_marked(self, text: str) -> np.ndarray:
+        """Encodes `text` as `encode` does, but special tokens in it as such."""
+        return self._ids(self._marked, text)
+
+    def _ids(self, tokenizer: tokenizers.Tokenizer, text: str) -> np.ndarray:
         with refusing(f"the {self.kind} tokenizer cannot encode a text"):
-            [encoding] = self._tokenizer.encode_batch_fast(
+            [encoding] = tokenizer.encode_batch_fast(
                 [replace_surrogates(text)], add_special_tokens=False
             )
         return np.array(encoding.ids, token_dtype(self.vocab_size))
+
+    @cached_property
+    def _marked(self) -> tokenizers.Tokenizer:
+        """A tokenizer of its own, because threads share the other one."""
+        made = tokenizers.Tokenizer.from_str(self._content)
+        made.no_truncation()
+        made.no_padding()
+        made.encode_special_tokens = False
+        return made
+
+    def _begin_ids(self) -> tuple[int, ...]:
+        """Returns what the post-processor puts before a token that stands for a text."""
+        with refusing("the tokenizer's post-processor cannot be used"):
+            text = self._tokenizer.encode("", add_special_tokens=False)
+            text.pad(1)
+            whole = self._tokenizer.post_process(text)
+        return tuple(whole.ids[: whole.attention_mask.index(0)])
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Decodes ids to text; each id outside the vocabulary becomes U+FFFD."""

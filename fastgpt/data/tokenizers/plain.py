@@ -28,10 +28,22 @@ class Tokenizer(Protocol):
     """Number of ids, which are 0 to `vocab_size - 1`."""
     eot_id: int | None = None
     """Id of the end-of-text token, which begins each document; None if there is none."""
+    begin_ids: tuple[int, ...] = ()
+    """Ids with which the tokenizer's own file begins a text."""
+    stop_ids: frozenset[int] = frozenset()
+    """Further ids that end an answer of the model."""
 
     def encode(self, text: str) -> np.ndarray:
         """Encodes `text` as ids (N,): uint16 if every id of the vocabulary fits, else uint32."""
         ...
+
+    def encode_marked(self, text: str) -> np.ndarray:
+        """Encodes `text` as `encode` does, but special tokens in it as such."""
+        return self.encode(text)
+
+    def end_ids(self) -> list[int]:
+        """Returns the ids that end what a model writes."""
+        return sorted(x for x in {self.eot_id, *self.stop_ids} if x is not None)
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Decodes ids to text; never fails on an integer."""
