@@ -35,8 +35,8 @@ class SampleConfig:
 
     run: Annotated[Path, tyro.conf.Positional]
     """Model to sample from: folder of a run, of a checkpoint such as RUN/checkpoints/best, or of a
-    Hugging Face model, or the name of one on the hub; it needs a tokenizer. For a run, its best
-    checkpoint is used, or else its newest valid one."""
+    Hugging Face model, the name of one on the hub, or a .gguf file; it needs a tokenizer. For a
+    run, its best checkpoint is used, or else its newest valid one."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; by default a newline. It may be repeated for several prompts, which are
     continued in one batch."""

@@ -1,7 +1,8 @@
 """Converts a model to or from Hugging Face: `python -m fastgpt.convert SOURCE TARGET --to hf`.
 
 SOURCE is a run or checkpoint of fastgpt, a folder of Hugging Face with safetensors files (GPT-2,
-Llama, Qwen3), the name of such a model on the hub, nanoGPT's ckpt.pt or a .bin file of llm.c.
+Llama, Qwen3), the name of such a model on the hub, nanoGPT's ckpt.pt, a .bin file of llm.c or a
+.gguf file of llama.cpp.
 """
 
 import shutil
@@ -30,7 +31,7 @@ class ConvertConfig:
 
     source: Annotated[str, tyro.conf.Positional]
     """Model to convert: a run, a checkpoint, a folder of Hugging Face, a name on the hub, nanoGPT's
-    ckpt.pt or a .bin file of llm.c."""
+    ckpt.pt, a .bin file of llm.c or a .gguf file of llama.cpp."""
     target: Annotated[Path, tyro.conf.Positional]
     """Folder to write, or file for gguf; it must not exist yet."""
     to: Literal["hf", "gguf", "run"]

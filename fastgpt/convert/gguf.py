@@ -9,10 +9,11 @@ import torch
 
 from fastgpt.convert import vocabulary
 from fastgpt.convert.families import GPT2, LLAMA, QWEN3, family_for, tensor_maps
+from fastgpt.convert.foreign import gguf_package
 from fastgpt.convert.source import OpenedModel
 from fastgpt.convert.target import begin_and_end, renamed
 from fastgpt.data.tokenizers.gpt2 import LETTERS
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, shown
 from fastgpt.sampling.chat import text_elsewhere
 
 KINDS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
@@ -28,11 +29,7 @@ def write_gguf(source: OpenedModel, target: Path, dtype: str) -> None:
     Raises:
         UserError: the package `gguf` is missing, or GGUF lacks the model or its tokenizer.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        how = "pip install -c constraints.txt '.[gguf]'"
-        raise UserError(f"a GGUF file needs the package gguf: {how}") from error
+    gguf = gguf_package()
     config, family, kind = source.config, family_for(source.config), KINDS[dtype]
     biased = family is QWEN3 and (config.bias_at("qkv") or config.bias_at("projection"))
     if config.activation not in ("gelu_tanh", "swiglu") or config.rotary_scaling or biased:
@@ -86,6 +83,7 @@ def _add_vocabulary(writer: Any, source: OpenedModel, types: Any) -> None:
     model, cut = spec.get("model") or {}, spec.get("pre_tokenizer") or {}
     merges = model.get("merges") or []
     begin, end = begin_and_end(source).values()
+    end = end[0] if isinstance(end, list) and end else end
     own = cut.get("add_prefix_space") or spec.get("normalizer") or model.get("ignore_merges")
     own = own or (merges and (end is None or not cut.get("use_regex", True)))
     if (model.get("type"), cut.get("type")) != ("BPE", "ByteLevel") or own:
@@ -97,6 +95,11 @@ def _add_vocabulary(writer: Any, source: OpenedModel, types: Any) -> None:
     for x in spec.get("added_tokens") or []:
         tokens[x["id"]] = x["content"], types.CONTROL if x["special"] else types.USER_DEFINED
     size = source.config.vocab_size or 0
+    for id in (begin, end):
+        if id is not None and not (type(id) is int and 0 <= id < size):
+            raise UserError(
+                f"the model begins or ends with {shown(id)}: expected an id below {size}"
+            )
     rows = [tokens.get(i, (f"[PAD{i}]", types.UNUSED)) for i in range(size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -106,8 +109,9 @@ def _add_vocabulary(writer: Any, source: OpenedModel, types: Any) -> None:
     pairs = [x if isinstance(x, str) else " ".join(x) for x in merges]
     writer.add_token_merges(pairs or [f"{LETTERS[0]} {LETTERS[0]}"])
     # without an end it takes id 11; byte 0 is in no text
-    end = end[0] if isinstance(end, list) else end or 0
+    end = end or 0
     writer.add_eos_token_id(end)
     writer.add_bos_token_id(end if begin is None else begin)
+    writer.add_add_bos_token(bool(tokenizer and tokenizer.begin_ids))
     if (template := text_elsewhere(source.hf_sidecars, tokenizer)) is not None:
         writer.add_chat_template(template)

@@ -1,4 +1,4 @@
-"""Loading a trained model: a run, a checkpoint, or files of Hugging Face, nanoGPT or llm.c."""
+"""Loading a trained model: a run, a checkpoint, or files of other programs."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from fastgpt.config.config import OpsConfig, saved_config
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.families import config_from, tensor_maps
 from fastgpt.convert.family import Family, Settings, TensorMap
-from fastgpt.convert.foreign import read_llmc, read_nanogpt
+from fastgpt.convert.foreign import read_gguf, read_llmc, read_nanogpt
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, reason, shown
 from fastgpt.files import parse_json
@@ -82,8 +82,8 @@ def load(
 
     Args:
         source: folder of a run, whose newest valid checkpoint is used, of a checkpoint, or of a
-            Hugging Face model (GPT-2, Llama, Qwen3), the name of one on the hub, nanoGPT's ckpt.pt
-            or a .bin file of llm.c.
+            Hugging Face model (GPT-2, Llama, Qwen3), the name of one on the hub, nanoGPT's
+            ckpt.pt, a .bin file of llm.c or a .gguf file of llama.cpp (Llama, Qwen3).
         device: `cpu`, `cuda`, `xpu` or `mps`.
         asked: implementations of the model's ops; by default those that suit the device.
 
@@ -125,7 +125,7 @@ def read(source: str) -> OpenedModel:
     path = Path(source).expanduser()
     if (path / "checkpoint.json").is_file() or (path / "checkpoints").is_dir():
         return _of_run(path)
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (path.is_file() and path.suffix == ".gguf"):
         return _of_folder(path)
     if path.is_file() and path.suffix in READERS:
         config, weights = READERS[path.suffix](path)
@@ -133,7 +133,7 @@ def read(source: str) -> OpenedModel:
     if path.exists():
         raise UserError(
             f"{source} is no model: expected a run or checkpoint, a folder with config.json and"
-            " safetensors files, or a file of nanoGPT (.pt) or llm.c (.bin)"
+            " safetensors files, or a file of nanoGPT (.pt), llm.c (.bin) or llama.cpp (.gguf)"
         )
     return _of_folder(_downloaded(source))
 
@@ -161,7 +161,7 @@ def read_sidecars(path: Path) -> dict[str, str]:
 
 def _downloaded(name: str) -> Path:
     """Returns the folder of a model of the hub, downloaded if it was not yet."""
-    local = name.startswith("runs/") or Path(name).suffix in READERS
+    local = name.startswith("runs/") or Path(name).suffix in (*READERS, ".gguf")
     if local or not HUB_NAME.fullmatch(name) or ("/" in name and Path(name).parent.is_dir()):
         raise UserError(
             f"{name} does not exist: expected a run such as runs/NAME, a folder or file, or a"
@@ -182,21 +182,28 @@ def _downloaded(name: str) -> Path:
 
 
 def _of_folder(path: Path) -> OpenedModel:
-    settings = parse_object(_text(path / "config.json"), path / "config.json")
+    settings, stored, tokenizer, sidecars = (read_gguf if path.is_file() else _parts)(path)
     config, family, unknown = config_from(settings)
     warnings = [f"config.json: unknown and ignored: {', '.join(unknown)}"] if unknown else []
-    tokenizer = load_tokenizer(path) if (path / TOKENIZER_FILE).is_file() else None
     assert config.vocab_size is not None
     if tokenizer is not None and config.vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"{path}: the tokenizer has {tokenizer.vocab_size:,} tokens, and config.json has"
             f" vocab_size {config.vocab_size:,}: expected at least as many"
         )
-    weights = _mapped(path, _stored(path, family.prefix), config, family)
+    weights = _mapped(path, stored, config, family)
+    return OpenedModel(path, config, weights, tokenizer, warnings, sidecars)
+
+
+def _parts(path: Path) -> tuple[Settings, Weights, Tokenizer | None, dict[str, str]]:
+    """Reads a folder: (config.json, weights by their names there, tokenizer, other files)."""
+    settings = parse_object(_text(path / "config.json"), path / "config.json")
+    prefix = config_from(settings)[1].prefix
+    tokenizer = load_tokenizer(path) if (path / TOKENIZER_FILE).is_file() else None
     sidecars = {name: _text(path / name) for name in SIDECARS if (path / name).is_file()}
     if ids := token_ids(settings):
         sidecars["config.json"] = json.dumps(ids)
-    return OpenedModel(path, config, weights, tokenizer, warnings, sidecars)
+    return settings, _stored(path, prefix), tokenizer, sidecars
 
 
 def _text(path: Path) -> str:

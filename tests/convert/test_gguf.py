@@ -1,16 +1,27 @@
 """GGUF files: what they hold, and that llama.cpp continues a text as we do."""
 
+import inspect
+import json
+import sys
+
 import gguf
 import numpy as np
 import pytest
 import torch
 
 import fastgpt
+from fastgpt.cli import parse
 from fastgpt.convert import vocabulary
 from fastgpt.convert.__main__ import ConvertConfig
+from fastgpt.convert.foreign import CUTS, _tokenizer
+from fastgpt.convert.gguf import KINDS, write_gguf
 from fastgpt.convert.source import read
 from fastgpt.convert.target import write_run
+from fastgpt.data.tokenizers.gpt2 import LETTERS
+from fastgpt.data.tokenizers.huggingface import JsonTokenizer
 from fastgpt.errors import UserError
+from fastgpt.sampling.chat import CHATML, encode, template_of
+from fastgpt.train.engine import Engine
 from tests.convert.models import OURS, converted, files, saved, saved_run, theirs
 from tests.convert.test_vocabulary import TEXTS, WIDE
 from tests.data.sets import LEARNT, texts, tokenizer_of
@@ -66,6 +77,96 @@ def test_settings_vocabulary_and_chat_template_are_in_the_file(tmp_path):
     assert fields["tokenizer.ggml.token_type"][:2] == [3, 1]  # control, normal
     names = ("chat_template", "ggml.bos_token_id", "ggml.eos_token_id")
     assert [fields[f"tokenizer.{name}"] for name in names] == ["{{ messages }}\u00e9", 3, 7]
+
+
+@pytest.mark.parametrize("ids", [{"eos_token_id": x} for x in ([], -1, 10**30)] + [
+    {"bos_token_id": [1]}, {"bos_token_id": 510},
+])  # fmt: skip
+def test_ids_that_are_in_no_vocabulary_are_refused(ids, tmp_path):
+    folder = saved(theirs("llama", vocab_size=510), tmp_path / "a")
+    vocabulary.write(tokenizer_of("bpe"), folder, context=64)
+    settings = json.loads((folder / "config.json").read_text()) | ids
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"begins or ends with .*: expected an id below 510"):
+        converted(folder, tmp_path / "a.gguf", "gguf")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_file_is_read_as_the_folder_that_it_was_made_from(
+    family, dtype, tmp_path, monkeypatch, argv
+):
+    options = {
+        "hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "vocab_size": 520,
+        "rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    } | ({"attention_bias": True, "mlp_bias": True} if family == "llama" else {})  # fmt: skip
+    folder = saved(theirs(family, **options), tmp_path / "there")
+    vocabulary.write(tokenizer_of("bpe"), folder, context=64)
+    template = CHATML.replace("<|im_end|>", "{{ eos_token }}")
+    (folder / "chat_template.jinja").write_text(template)
+    asked = KINDS.get(dtype, dtype.upper())
+    monkeypatch.setitem(KINDS, dtype, asked)
+    write_gguf(read(str(folder)), tmp_path / "a.gguf", dtype)
+    there, here = read(str(folder)), read(str(tmp_path / "a.gguf"))
+    assert here.config == there.config
+    form = gguf.GGMLQuantizationType[asked]
+    for name, x in there.weights.items():
+        if x.dim() > 1:
+            x = torch.from_numpy(gguf.dequantize(gguf.quantize(x.numpy(), form), form))
+        assert torch.equal(here.weights[name], x), name
+    ids = []
+    for found in (there, here):
+        tokenizer = found.known_tokenizer()
+        pieces = template_of(found.hf_sidecars).pieces([{"role": "user", "content": "hi"}])
+        ids.append((*encode(tokenizer, pieces)[0].tolist(), *tokenizer.end_ids()))
+        ids[-1] += tuple(tokenizer.encode("".join(TEXTS)).tolist())
+    assert ids[0] == ids[1]
+    if dtype == "q4_1":
+        engine = Engine(parse(argv(tmp_path / "a.gguf")))
+        engine.loader.close()
+        assert engine.config.model.rotary_base == 5e5
+
+
+def test_words_are_cut_as_the_models_own_tokenizers_do():
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    assert CUTS["qwen2"] == PRETOKENIZE_REGEX
+    pattern = inspect.signature(TikTokenConverter).parameters["pattern"].default
+    assert CUTS["llama-bpe"] == pattern
+    letters = [*LETTERS.values(), "ab", "<s>", "<unused>"]
+    own = {
+        "model": "gpt2", "tokens": letters, "token_type": [1] * 257 + [3, 5],
+        "merges": ["a b", f"{LETTERS[0]} {LETTERS[0]}"], "bos_token_id": 257,
+    }  # fmt: skip
+    for cut in CUTS:
+        said = {f"tokenizer.ggml.{name}": x for name, x in (own | {"pre": cut}).items()}
+        tokenizer = JsonTokenizer(_tokenizer(said))
+        assert tokenizer.begin_ids == ((257,) if cut == "llama-bpe" else ())
+        assert tokenizer.encode_marked("<s>ab").tolist() == [257, 256]
+        assert tokenizer.vocab_size == 258
+
+
+def test_other_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch):
+    run = saved_run(tmp_path / "run", tokenizer_of("bpe"), vocab_size=510)
+    other = converted(run, tmp_path / "other.gguf", "gguf")
+    with pytest.raises(UserError, match=r"as GGUF: general.architecture is 'gpt2': expected llama"):
+        read(str(other))
+    other.write_bytes(other.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"other.gguf cannot be read as GGUF: \w+Error: "):
+        read(str(other))
+    run = saved_run(tmp_path / "b", tokenizer_of("bpe"), vocab_size=510, **MODELS["llama"])
+    file = converted(run, tmp_path / "b.gguf", "gguf", dtype="q8_0")
+    with monkeypatch.context() as patched:
+        patched.delitem(gguf.quants._type_traits, gguf.GGMLQuantizationType.Q8_0)
+        with pytest.raises(
+            UserError, match=r"tokens.weight: .*Q8_0 is not yet implemented: expected F32, F16"
+        ):
+            fastgpt.load(file)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match=r"a GGUF file needs the package gguf: pip install"):
+        read(str(file))
 
 
 @pytest.mark.parametrize(("options", "tokenizer", "dtype", "said"), [

@@ -11,6 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cached_property
 
 import numpy as np
@@ -103,10 +104,7 @@ class JsonTokenizer(Tokenizer):
 
     @cached_property
     def _marked(self) -> tokenizers.Tokenizer:
-        """A tokenizer of its own, because threads share the other one."""
-        made = tokenizers.Tokenizer.from_str(self._content)
-        made.no_truncation()
-        made.no_padding()
+        made = deepcopy(self._tokenizer)  # threads share the other one
         made.encode_special_tokens = False
         return made
 
