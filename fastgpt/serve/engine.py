@@ -80,7 +80,7 @@ class Engine:
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends all texts and the thread; a handler of signals sets `closed` alone, without locks."""
+        """Ends all texts and the thread; a signal handler sets only `closed`, without the lock."""
         with self._changed:
             self.closed = True
             self._changed.notify()
