@@ -20,7 +20,6 @@ from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.model.drawing import OPTIONS
-from fastgpt.model.int8 import to_int8
 from fastgpt.sampling.chat import talk, template_of
 from fastgpt.sampling.streaming import stream
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
@@ -72,8 +71,6 @@ class SampleConfig:
     """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Precision of the matrix products. `auto` uses bf16 where the hardware multiplies it."""
-    weights: Literal["same", "int8"] = "same"
-    """Number format of the weights. int8 is faster on a CPU, at slightly other probabilities."""
     decode: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of attention over the key/value cache. `auto` uses PyTorch's; triton: our
     kernels, on CUDA."""
@@ -118,8 +115,6 @@ def main(argv: list[str]) -> None:
         require_toolchain(asked, on)
         found = open_model(config.run if (best := best_of(config.run)) is None else best)
         tokenizer, model = found.known_tokenizer(), found.build_gpt(on, asked)
-        if config.weights == "int8":
-            to_int8(model, exact=config.exact)
     except UserError as error:
         raise UserError(str(error).replace("--ops.decode", "--decode")) from error
     options = {name: getattr(config, name) for name in (*OPTIONS, "stop", "exact")}

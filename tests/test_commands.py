@@ -78,7 +78,6 @@ SHORTER = [
     (r"^python -m bench.muon \S+.*$", "python -m bench.muon shakespeare-cpu --rounds 2"),
     (r"^python -m bench.generate$", r"\g<0> shakespeare-cpu --prompt 8 --tokens 3 --rounds 2"),
     (r"^python -m bench.serve$", r"\g<0> --recipe baby --seconds 1 --malformed 9"),
-    (r"^python -m bench.int8.*$", "python -m bench.int8 --help"),  # its own takes 6 minutes
     (r"^python -m bench.save$", r"\g<0> shakespeare-cpu --rounds 1"),
     (r"bench.save gpt2-124m --kind fsdp$", "bench.save shakespeare-cpu --kind fsdp --rounds 1"),
     (r"^python -m bench.memory$", r"\g<0> shakespeare-cpu --batch 1"),

@@ -16,7 +16,6 @@ from fastgpt.convert.source import open_model
 from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, reason, run_command
-from fastgpt.model.int8 import to_int8
 from fastgpt.sampling.chat import template_of
 from fastgpt.terminal import print_line
 
@@ -40,8 +39,6 @@ class ServeConfig:
     """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Precision of the matrix products. `auto` uses bf16 where the hardware multiplies it."""
-    weights: Literal["same", "int8"] = "same"
-    """Number format of the weights. int8 is faster on a CPU, at slightly other probabilities."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -82,8 +79,6 @@ def main(argv: list[str]) -> None:
     found = open_model(config.model)
     tokenizer = found.known_tokenizer()
     model, autocast = found.build_gpt(on), partial(device.autocast, on, precision)
-    if config.weights == "int8":
-        to_int8(model, exact=config.exact)
     engine = Engine(model, slots=config.slots, exact=config.exact, autocast=autocast)
     server = Server(
         name=Path(config.model).resolve().name, engine=engine, tokenizer=tokenizer,

@@ -18,7 +18,7 @@ BEGUN = {"on": "cpu", "precision": "bf16"}
         ("fp32", "cpu", BEGUN, "fp32"),
         ("auto", "cuda", BEGUN, "auto"),
         ("auto", "cpu", BEGUN | {"on": "cuda"}, "auto"),
-        ("auto", "cpu", BEGUN | {"precision": "int8"}, "auto"),
+        ("auto", "cpu", BEGUN | {"precision": "other"}, "auto"),
         ("auto", "cpu", {"precision": "bf16"}, "auto"),
         ("auto", "cpu", [], "auto"),
     ],
