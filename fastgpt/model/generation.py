@@ -38,7 +38,7 @@ def generate(
     then computes the whole window.
 
     Args:
-        model: from tokens (B, T) to logits (B, T, V), with a `config`, in evaluation mode.
+        model: a `GPT` in evaluation mode.
         tokens: (B, T) int64 prompts, T >= 1.
         vocab_size: ids from this one on are never sampled (the tokenizer has no text for them);
             None: the model's vocabulary.
@@ -121,7 +121,7 @@ def following(
             if cache is None or T + step > context:
                 logits = _of_window(model, tokens[:, : T + step], ends)
             elif step == 0:
-                logits = model(tokens[:, :T], cache=cache)[rows, prompt - 1]
+                logits = model(tokens[:, :T], cache=cache, last=prompt - 1)[:, -1]
                 cache.lengths = prompt
             else:
                 logits = model(tokens[rows, ends - 1][:, None], cache=cache)[:, -1]
@@ -150,4 +150,4 @@ def _of_window(model: Any, tokens: Tensor, ends: Tensor) -> Tensor:
     first = (ends - context).clamp(min=0)
     window = first[:, None] + torch.arange(min(context, tokens.shape[1]), device=tokens.device)
     seen = tokens.gather(1, window.clamp(max=tokens.shape[1] - 1))
-    return model(seen)[torch.arange(len(seen), device=tokens.device), ends - first - 1]
+    return model(seen, last=ends - first - 1)[:, -1]

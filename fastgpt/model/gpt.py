@@ -149,17 +149,20 @@ class GPT(nn.Module):
                 weight.detach()[self.config.vocab_size :] = 0
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None
-    ) -> Tensor:
+        self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None,
+        last: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Computes the logits, or with targets the mean loss.
 
         Args:
             tokens: (B, T) int64, T at most the context.
             targets: (B, T) int64, -100 where no loss is wanted.
             cache: keys and values of earlier tokens, in evaluation; the new ones are added to it.
+            last: (B,) int64, index of the one token in each row whose logits are wanted.
 
         Returns:
-            Tensor: logits (B, T, V), or with targets the mean loss (), fp32, in nats.
+            Tensor: logits (B, T, V), with `last` (B, 1, V), or with targets the mean loss (), fp32,
+                in nats.
 
         Raises:
             UserError: there are more tokens than the context. On CPUs without targets also if they
@@ -201,7 +204,7 @@ class GPT(nn.Module):
             x, residual = block(x, residual, cos_sin, doc_ids, cache and cache.layers[i])
         if self.ln_f is not None:
             x, _ = self.ln_f(x, residual)
-        out = self.head(x, targets)
+        out = self.head(_tokens_at(x, last), targets)
         return out if weight is None else out * weight
 
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
@@ -229,6 +232,11 @@ class GPT(nn.Module):
 
 VOCAB_TABLES = ("wte.weight", "lm_head.weight", "lm_head.bias")
 """The parameters with a row for each token of the padded vocabulary."""
+
+
+def _tokens_at(x: Tensor, last: Tensor | None) -> Tensor:
+    """Returns one token of each row: logits of all may need more memory than the model."""
+    return x if last is None else x[torch.arange(len(x), device=x.device), last][:, None]
 
 
 def _cut_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -80,7 +80,7 @@ class Engine:
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends all texts and the thread; a signal handler sets only `closed`, without the lock."""
+        """Ends all texts and the thread; a handler of signals only sets `closed`."""
         with self._changed:
             self.closed = True
             self._changed.notify()
@@ -129,7 +129,9 @@ class Engine:
                 kept[len(self.running) - 1] = 0
             tokens = enters[0].prompt[None].to(self.device)
             cache = self._rows(len(self.running) - 1, [0])
-            self._extend(enters, self.model(tokens, cache=cache))
+            enters[0].length = tokens.shape[1] - 1
+            last = cache.lengths + enters[0].length
+            self._extend(enters, self.model(tokens, cache=cache, last=last))
         if self.running:
             # one shape on a GPU (`Cache.span`), on a CPU no more rows than needed
             idle = [0] * (0 if self.device.type == "cpu" else self.slots - len(self.running))
@@ -138,9 +140,9 @@ class Engine:
             self._extend([*self.running], self.model(last[:, None], cache=cache))
 
     def _extend(self, jobs: list[Job], logits: Tensor) -> None:
-        """Extends texts by a token each, from logits (B, T, V) of as many rows or more."""
+        """Extends texts by a token each, from logits (B, 1, V) of as many rows or more."""
         for job, new in zip(jobs, logits[:, -1].float().cpu()):
-            job.length += logits.shape[1]
+            job.length += 1
             try:
                 found = job.text.add(new)
             except Exception as error:  # logits that are not finite: other texts know nothing of it

@@ -38,8 +38,10 @@ class Bigram(nn.Module):
         self.table = torch.tensor(logits)
         self.config = ModelConfig(num_heads=1, dim=1, context=4, vocab_size=len(logits))
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        return self.table[tokens]
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, last: Tensor | None = None
+    ) -> Tensor:
+        return self.table[tokens if last is None else tokens.gather(1, last[:, None])]
 
 
 def draws(probabilities: list[float], n: int = 2000, **options) -> Tensor:
@@ -192,11 +194,13 @@ def counted(model: GPT) -> list[int]:
 @torch.no_grad()
 def test_each_token_is_computed_once_as_long_as_the_text_fits():
     model, options = sharp_model(), {"vocab_size": 30, "temperature": 0}
-    computed = counted(model)
+    computed, head, logits = counted(model), model.head, []
+    model.head = lambda x, _: logits.append(head(x, None)) or logits[-1]
     generate(model, torch.zeros(2, 5, dtype=torch.long), max_new_tokens=12, **options)
     assert sum(computed) == 2 * (5 + 11)
     generate(model, torch.zeros(2, 5, dtype=torch.long), max_new_tokens=14, **options)
     assert sum(computed) == 2 * (5 + 11) + 2 * (5 + 11 + 2 * 16)  # two more windows
+    assert {x.shape for x in logits} == {(2, 1, 30)}, "logits of the last token alone"
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,8 @@ def test_a_text_that_is_not_finite_ends_alone_and_leaves_its_slot_sound(capsys):
     model = sharp(num_heads=2, dim=16, vocab_size=31, tied=False)
     with torch.no_grad():
         model.wte.weight[30] = torch.nan  # which the tokenizer does not know, and no text draws
+    head, logits = model.head, []
+    model.head = lambda x, _: logits.append(head(x, None)) or logits[-1]
     jobs = [job(ids, new) for ids, new in (([1], 9), ([30] * 12, 1), ([2], 9), ([3] * 5, 9))]
     for each, _ in jobs:
         each.text.draw = partial(draw, temperature=0.5)  # refuses NaN
@@ -123,6 +125,7 @@ def test_a_text_that_is_not_finite_ends_alone_and_leaves_its_slot_sound(capsys):
         with pytest.raises(RuntimeError, match="nan"):
             jobs[1][1]()
         assert [len(jobs[i][1]()) for i in (0, 2, 3)] == [9, 9, 9]
+    assert {x.shape[1] for x in logits} == {1}, "logits of the last token alone"
     assert "RuntimeError" in capsys.readouterr().err
 
 
