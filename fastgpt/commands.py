@@ -24,6 +24,12 @@ def sample_command(run_dir: Path) -> str:
     return line if installed("fastgpt-triton") else f"cd {shlex.quote(str(CHECKOUT))} && {line}"
 
 
+def install_command(extra: str, *packages: str) -> str:
+    """Returns the command line that adds an extra; pip would make a clone's install a copy."""
+    in_clone = (CHECKOUT / "Makefile").exists()
+    return f"make setup EXTRAS={extra}" if in_clone else f"pip install {' '.join(packages)}"
+
+
 def installed(package: str) -> str | None:
     """Returns the version of a package; None if it is not installed."""
     try:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fastgpt.checkpoint.tensors import Weights, unpickle
+from fastgpt.commands import install_command
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.families import LLAMA, QWEN3, config_from, tensor_maps
 from fastgpt.convert.family import Settings, either
@@ -145,7 +146,7 @@ def gguf_package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        how = "pip install -c constraints.txt '.[gguf]'"
+        how = install_command("gguf", "gguf")
         raise UserError(f"a GGUF file needs the package gguf: {how}") from error
     return gguf
 

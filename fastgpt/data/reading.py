@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO, Literal, NamedTuple
 
+from fastgpt.commands import install_command
 from fastgpt.errors import UserError, reason, shown
 
 UTF_8 = "utf-8"
@@ -156,9 +157,8 @@ def _pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(
-            "reading Parquet and .zst files needs pyarrow: pip install -c constraints.txt '.[data]'"
-        ) from error
+        how = install_command("data", "pyarrow")
+        raise UserError(f"reading Parquet and .zst files needs pyarrow: {how}") from error
     return pyarrow
 
 
@@ -281,9 +281,8 @@ def load_splits(source: str) -> dict[str, Any]:
         options: dict[str, Any] = match.groupdict()
         found: Any = datasets.load_dataset(**options)
     except ImportError as error:
-        raise UserError(
-            f"{source} needs the datasets package: pip install -c constraints.txt '.[data]'"
-        ) from error
+        how = install_command("data", "datasets")
+        raise UserError(f"{source} needs the package datasets: {how}") from error
     except Exception as error:  # the package has no base class for network errors
         reason = " ".join(str(error).split())[:500] or type(error).__name__
         raise UserError(f"cannot load {source} from the Hugging Face hub ({reason})") from error

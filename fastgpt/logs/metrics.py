@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fastgpt.commands import installed
+from fastgpt.commands import install_command, installed
 from fastgpt.errors import UserError, counted, writing
 from fastgpt.files import no_link, parse_json, write_atomically
 
@@ -105,7 +105,7 @@ def check_trackers(track: Sequence[str]) -> None:
     """Raises `UserError` if the package of a tracker is missing."""
     for name in track:
         if track != "none" and installed(name) is None:
-            raise UserError(f"--track {name} needs pip install -c constraints.txt '.[{name}]'")
+            raise UserError(f"--track {name} needs {name}: {install_command(name, name)}")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

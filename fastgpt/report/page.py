@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from fastgpt.commands import resume_command, sample_command
+from fastgpt.commands import install_command, resume_command, sample_command
 from fastgpt.config.checks import flag
 from fastgpt.config.config import flat
 from fastgpt.config.recipes import RECIPES
@@ -30,7 +30,7 @@ RISEN = 0.01
 def require_bokeh() -> None:
     """Raises `UserError` if the package that draws the curves is missing."""
     if find_spec("bokeh") is None:
-        raise UserError("a report needs bokeh: pip install -c constraints.txt '.[report]'")
+        raise UserError(f"a report needs bokeh: {install_command('report', 'bokeh')}")
 
 
 def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:

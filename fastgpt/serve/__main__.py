@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from fastgpt import flags
+from fastgpt.commands import install_command
 from fastgpt.config.checks import Range, check_fields
 from fastgpt.convert.source import open_model
 from fastgpt.device import device
@@ -70,9 +71,8 @@ def main(argv: list[str]) -> None:
         from fastgpt.serve.app import Server
         from fastgpt.serve.engine import Engine
     except ImportError as error:
-        raise UserError(
-            f"serving needs {error.name}: pip install -c constraints.txt '.[serve]'"
-        ) from error
+        how = install_command("serve", "fastapi", "uvicorn")
+        raise UserError(f"serving needs {error.name}: {how}") from error
     place = listening(config.host, config.port)
     on = device.pick_device(config.device, "--device")
     precision = device.pick_precision(config.precision, on, "--precision")

@@ -105,7 +105,7 @@ def test_no_network_or_package_says_what_to_install_and_what_to_put_where(monkey
     assert "(Couldn't reach the hub here is more than one wants to know); or get its files" in said
     assert f"put them into {tmp_path / 'mine' / 'fineweb'} and use that folder" in said
     monkeypatch.setitem(sys.modules, "datasets", None)
-    said = r"needs the datasets package: pip install .*'\.\[data\]'.*put them into .*mine/fineweb"
+    said = r"needs the package datasets: make setup EXTRAS=data.*put them into .*mine/fineweb"
     with pytest.raises(UserError, match=said):
         find_source("fineweb")
 

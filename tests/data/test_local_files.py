@@ -71,7 +71,7 @@ def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         pass
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "x.zst").write_bytes(b"x")
-    complaint = r"\.zst files needs pyarrow: pip install .*\[data\]"
+    complaint = r"\.zst files needs pyarrow: make setup EXTRAS=data"
     with pytest.raises(UserError, match=complaint), opened(str(tmp_path / "x.zst")):
         pass
 

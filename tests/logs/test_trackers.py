@@ -137,7 +137,10 @@ def test_one_that_raises_and_one_that_hangs_cost_nothing_but_what_they_would_sho
 
 def test_a_package_that_is_missing_is_said_before_anything_is_made(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("fastgpt.logs.metrics.installed", lambda name: None)
-    with pytest.raises(UserError, match="--track wandb needs pip install -c "):
+    with pytest.raises(UserError, match=r"--track wandb needs wandb: make setup EXTRAS=wandb$"):
+        Trainer(parse(tiny("--track wandb")))
+    monkeypatch.setattr("fastgpt.commands.CHECKOUT", tmp_path)  # as where there is no clone
+    with pytest.raises(UserError, match=r"--track wandb needs wandb: pip install wandb$"):
         Trainer(parse(tiny("--track wandb")))
     assert not (tmp_path / "run").exists()
 

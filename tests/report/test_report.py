@@ -161,7 +161,7 @@ def test_bad_arguments_are_errors_of_one_line(fit, tmp_path, capfd, monkeypatch)
 
 def test_without_bokeh_a_run_fails_before_it_begins(fit, tmp_path, monkeypatch):
     monkeypatch.setattr("fastgpt.report.page.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"needs bokeh: pip install .*'\.\[report\]'"):
+    with pytest.raises(UserError, match=r"needs bokeh: make setup EXTRAS=report$"):
         fit("--train.report on")
     assert not (tmp_path / "run").exists()
 
