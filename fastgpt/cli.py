@@ -25,18 +25,13 @@ from fastgpt.train.init_from import check_architecture, with_architecture
 OTHERS = {
     "batch-size": "--train.micro-batch", "per-device-train-batch-size": "--train.micro-batch",
     "gradient-accumulation-steps": "--train.batch-tokens (tokens in a step)",
-    "max-iters": "--steps", "max-steps": "--steps", "num-train-epochs": "--epochs",
-    "learning-rate": "--optim.lr", "min-lr": "--optim.min-lr-ratio",
-    "lr-scheduler-type": "--optim.schedule", "warmup-iters": "--optim.warmup-steps",
-    "weight-decay": "--optim.weight-decay", "max-grad-norm": "--optim.grad-clip",
+    "max-iters": "--steps", "num-train-epochs": "--epochs", "learning-rate": "--optim.lr",
+    "warmup-iters": "--optim.warmup-steps", "weight-decay": "--optim.weight-decay",
     "block-size": "--model.context", "n-embd": "--model.dim", "n-layer": "--model.num-layers",
     "n-head": "--model.num-heads", "wandb": "--track wandb", "wandb-log": "--track wandb",
-    "report-to": "--track", "dataset": "--data.source", "eval-interval": "--eval-every",
-    "eval-steps": "--eval-every", "log-interval": "--log-every", "logging-steps": "--log-every",
-    "save-steps": "--save-every", "out-dir": "--run-dir", "output-dir": "--run-dir",
-    "compile": "--train.compile", "dtype": "--train.precision",
-    "bf16": "--train.precision bf16", "fp16": "--train.precision fp16",
-    "device": "--train.device",
+    "dataset": "--data.source", "eval-interval": "--eval-every", "out-dir": "--run-dir",
+    "output-dir": "--run-dir", "compile": "--train.compile", "dtype": "--train.precision",
+    "device": "--train.device", "max-steps": "--steps", "log-interval": "--log-every",
 }  # fmt: skip
 """Flags of nanoGPT and of Hugging Face's Trainer, and ours for the same."""
 
@@ -155,22 +150,16 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
     if found := [name for name in names if name.startswith("--") and name[2:] in OTHERS]:
         ours = ", ".join(f"{name} is {OTHERS[name[2:]]}" for name in found)
         raise UserError(f"flags of other programs, which have other names here: {ours}")
-    program = command("python train.py")
-    try:
-        config = flags.parse(
-            Config,
-            given,
-            prog=f"{program} [RECIPE]",
-            default=default,
-            about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby;"
-            " --list-recipes lists them all. --print-config prints all settings as YAML, and"
-            f" --config FILE reads them. The defaults of the flags are those of {of}.",
-        )
-    except UserError as error:
-        late = [name for name in RECIPES if str(error).startswith(f"unexpected {name!r}")]
-        if not late:
-            raise
-        raise UserError(f"{error}: expected one recipe, before the flags") from None
+    config = flags.parse(
+        Config,
+        given,
+        prog=f"{command('python train.py')} [RECIPE]",
+        default=default,
+        about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby;"
+        " --list-recipes lists them all. --print-config prints all settings as YAML, and --config"
+        f" FILE reads them. The defaults of the flags are those of {of}.",
+        first="one recipe",
+    )
     for steps, epochs in INSTEAD.items():
         pair = [f"--{name.replace('_', '-')}" for name in (steps, epochs)]
         if {*pair} <= {*names}:

@@ -7,7 +7,6 @@ import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
-from textwrap import fill
 from typing import Any, TextIO, cast
 
 from rich.console import Console, RenderableType
@@ -73,17 +72,8 @@ class Display:
 
         A step's figures are always broken there. A command must stay whole, to be copied.
         """
-        text = printable(text)
-        if self.console.is_terminal and (wrap or text.startswith("step ")):
-            indent, width = 12 * " ", self.console.width
-            text = fill(
-                text,
-                width,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        self.console.print(text, markup=False)
+        wrap = self.console.is_terminal and (wrap or text.startswith("step "))
+        self.console.print(printable(text), markup=False, soft_wrap=not wrap)
 
     def warn(self, text: str) -> None:
         """Prints a warning."""

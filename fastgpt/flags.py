@@ -28,12 +28,14 @@ def parse(
     prog: str,
     default: T | None = None,
     about: str = "",
+    first: str = "arguments",
 ) -> T:
     """Parses `argv` into a `kind`; --help and --version print and exit.
 
     Args:
         default: the values of flags that are not given; by default the dataclass's.
         about: first paragraph of the help; by default the dataclass's docstring.
+        first: what comes before the flags, for the message about a word out of place.
 
     Raises:
         UsageError: a flag or value is unknown, missing or of the wrong type.
@@ -50,7 +52,7 @@ def parse(
     except SystemExit as stopped:
         if stopped.code:
             said = _in_one_line(complaint.getvalue())
-            raise UsageError(_in_our_words(said, kind, argv)) from None
+            raise UsageError(_in_our_words(said, kind, argv, first)) from None
         print_text(help_text.getvalue().rstrip())
         raise
     except UserError as error:
@@ -59,13 +61,9 @@ def parse(
 
 def run(main: Callable[..., None]) -> None:
     """Runs a function whose parameters are the flags, as the programs in examples/ do."""
-
-    @wraps(main)
-    def given(*args: Any, **flags: Any) -> Callable[[], None]:
-        return partial(main, *args, **flags)
-
     with shown_in_one_line():
-        about = (main.__doc__ or "").partition("\n")[0]
+        given = wraps(main)(lambda *args, **flags: partial(main, *args, **flags))
+        about = str(main.__doc__).partition("\n")[0]
         parse(given, sys.argv[1:], prog=f"python {sys.argv[0]}", about=about)()
 
 
@@ -90,19 +88,19 @@ _WRONG_VALUE = re.compile(
 )
 
 
-def _in_our_words(said: str, kind: Any, argv: Sequence[str]) -> str:
+def _in_our_words(said: str, kind: Any, argv: Sequence[str], first: str) -> str:
     """Returns what was given and expected, where tyro complains of a value."""
     unknown = said.removeprefix("Unrecognized options: ").split(";")[0].split(", ")[0]
     if unknown in argv and not unknown.startswith("-"):
         before = "".join([*argv][: argv.index(unknown)][-1:])
-        off = re.sub(r"^(--(?:.*\.)?)(?!no-)", r"\1no-", before)
-        alone = f", which takes no value; to turn it off, pass {off}" * before.startswith("--")
-        return f"unexpected {unknown!r}" + f" after {before}{alone}" * bool(before)
+        order = f": expected {first}, then flags and their values"
+        why = f" after {before}, which takes no value" if before.startswith("--") else order
+        return f"unexpected {unknown!r}{why}"
     if (found := _WRONG_VALUE.match(said)) is None:
         return said
     name = found["flag"] or found["of"] or found["none"]
     hint = kind
     for part in name[2:].replace("-", "_").split("."):
         hint = get_type_hints(hint, include_extras=True)[part]
-    given = f"is {found['value'] or found['choice']}" if not found["none"] else "has no value"
+    given = "has no value" if found["none"] else f"is {found['value'] or found['choice']}"
     return f"{name} {given}: expected {expected(hint)}"

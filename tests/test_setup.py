@@ -82,6 +82,7 @@ def checkout(tmp_path) -> Checkout:
     [
         [("train", [VENV, CORE, TRAIN]), ("train", [TRAIN]), ("test", [DEV, TEST])],
         [("test", [VENV, DEV, TEST]), ("test", [TEST]), ("train", [TRAIN])],
+        [("setup", [VENV, DEV]), ("train RECIPE=pubmed", ["train.py pubmed"])],
         [("setup EXTRAS=dev,data", [VENV, BOTH]), ("train", [TRAIN]), ("test", [DEV, TEST])],
         [("setup PYTHON=new", [VENV, DEV]), ("setup", []), ("setup PYTHON=new", [])],
         [("setup", [VENV, DEV]), ("setup PYTHON=python3", []), ("setup PYTHON=new", [VENV, DEV])],
@@ -205,10 +206,6 @@ def test_help_is_the_default_and_lists_every_target(checkout):
         "optional-dependencies"
     ]
     assert f"extras: {' '.join(extras)}\n" in checkout.printed
-
-
-def test_a_recipe_is_trained_by_its_name(checkout):
-    assert checkout.make("train RECIPE=pubmed") == [VENV, CORE, "train.py pubmed"]
 
 
 def test_every_requirement_is_pinned_exactly_once():

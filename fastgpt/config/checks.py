@@ -45,24 +45,20 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path",
+          NoneType: "None", Ellipsis: "..."}  # fmt: skip
 
 
 def expected(hint: Any) -> str:
     """Writes the type of a field in words, for an error."""
     kind, inner = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return " or ".join(map(str, inner))
     if kind is Annotated:
         return expected(inner[0])
-    if kind is Literal:
-        *others, last = map(str, inner)
-        return f"{', '.join(others)} or {last}" if others else last
     if kind is tuple:
-        many = inner[-1] is Ellipsis
-        return f"a list of {expected(inner[0])}" if many else ", ".join(map(expected, inner))
-    if inner:
-        words = [expected(x) for x in inner if x is not NoneType]
-        return " or ".join([*words, *(["None"] if NoneType in inner else [])])
-    return _WORDS.get(hint, str(hint))
+        return f"a list ({', '.join(map(expected, inner))})"
+    return _WORDS.get(hint) or " or ".join(map(expected, inner)) or str(hint)
 
 
 def check_fields(config: Any, section: str = "") -> None:

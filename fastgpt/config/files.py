@@ -21,19 +21,17 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise _fault("expected a value, not an alias", self.peek_event())
+            at = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(None, None, "expected a value, not an alias", at)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         names = Counter(str(key.value) for key, _ in node.value)
         for key, _ in reversed(node.value):
             if names[str(key.value)] > 1:
-                raise _fault(f"{key.value} is given twice: expected it once", key)
+                said = f"{key.value} is given twice: expected it once"
+                raise yaml.MarkedYAMLError(None, None, said, key.start_mark)
         return super().construct_mapping(node, deep)
-
-
-def _fault(problem: str, at: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
 _Loader.yaml_implicit_resolvers = {}

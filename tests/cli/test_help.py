@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import fastgpt
-from fastgpt import __main__ as main
+from fastgpt import __main__ as page
 from fastgpt import cli, prepare, sample
 from fastgpt.compare import __main__ as compare
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert import __main__ as convert
 from fastgpt.data import __main__ as data
 from fastgpt.doctor import __main__ as doctor
-from fastgpt.errors import UserError, run_command
+from fastgpt.errors import run_command
 from fastgpt.evaluate import __main__ as evaluate
 from fastgpt.serve import __main__ as serve
 from tests.api import field_texts
@@ -99,16 +99,10 @@ def test_all_recipes_are_listed(printed):
         assert len(line) <= 80
 
 
-def test_every_command_is_listed_in_one_line(capsys):
-    main.main([])
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
+def test_python_m_fastgpt_lists_every_command():
     rooms = {path.parent.name for path in Path(fastgpt.__file__).parent.glob("*/__main__.py")}
-    assert {line.split()[2] for line in lines[:-1]} == {
-        f"fastgpt.{name}" for name in rooms | {"cli", "prepare", "sample"}
-    }
-    with pytest.raises(UserError, match="is given train: expected a module"):
-        main.main(["train"])
+    listed = re.findall(r"^python -m fastgpt\.(\w+) .{,60}$", str(page.__doc__), re.M)
+    assert {*listed} == rooms | {"cli", "prepare", "sample"}
 
 
 def test_version_is_that_of_the_newest_release(printed):
