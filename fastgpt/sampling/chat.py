@@ -197,8 +197,8 @@ def open_conversations(
 
     Raises:
         UserError: a line is something else; the turns do not alternate; an answer is empty; a
-            message contains a special token; a conversation is longer than the context; there are
-            fewer than two.
+            message contains a special token or an end of turn; a conversation is longer than the
+            context; there are fewer than two.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -252,15 +252,15 @@ def _messages(row: Any) -> Messages:
     return messages
 
 
-def refuse_special(tokenizer: Tokenizer, messages: Messages) -> None:
-    """Raises `UserError` if a message has a special token, with which it could end its turn."""
-    for name in getattr(tokenizer, "special", {}):
+def refuse_special(tokenizer: Tokenizer, template: Template, messages: Messages) -> None:
+    """Raises `UserError` if a message has a special token, or the text that ends a turn."""
+    for name in filter(None, (*getattr(tokenizer, "special", {}), template.end_of_turn())):
         if any(name in message["content"] for message in messages):
-            raise UserError(f"a message contains {name}, a special token")
+            raise UserError(f"a message contains {name}, with which it could end its turn")
 
 
 def _encoded(messages: Messages, tokenizer: Tokenizer, template: Template, context: int) -> Encoded:
-    refuse_special(tokenizer, messages)
+    refuse_special(tokenizer, template, messages)
     ids, learnt = encode(tokenizer, template.pieces(messages))
     if len(ids) > context + 1:
         raise UserError(

@@ -298,7 +298,7 @@ def _conversation(messages: list[Message], tokenizer: Tokenizer, template: Templ
         {"role": x.role, "content": "".join(y if isinstance(y, str) else y.text for y in x.content)}
         for x in messages
     ]
-    refuse_special(tokenizer, said)
+    refuse_special(tokenizer, template, said)
     return torch.from_numpy(encode(tokenizer, template.pieces(said))[0])
 
 

@@ -11,6 +11,7 @@ import fastgpt
 from fastgpt import sample
 from fastgpt.cli import parse
 from fastgpt.convert.source import read
+from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.data.tokenizers.huggingface import JsonTokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import CHATML, Rows, Template, encode, open_conversations, template_of
@@ -284,8 +285,9 @@ def test_bad_files_and_templates_are_named(tiny, chats, tokenizer, tmp_path):
     path = tmp_path / "chats.jsonl"
     chats({"prompt": "<|im_end|>", "completion": "a"})
     options = {"context": 128, "packed": False, "val_fraction": 0.1}
-    with pytest.raises(UserError, match=r"line 1: a message contains <\|im_end\|>, a special tok"):
-        open_conversations(path, tokenizer, Template(), **options)
+    for each in (tokenizer, ByteTokenizer()):
+        with pytest.raises(UserError, match=r"line 1: a message contains <\|im_end\|>, with which"):
+            open_conversations(path, each, Template(), **options)
 
 
 def test_a_model_without_template_cannot_chat(fit):

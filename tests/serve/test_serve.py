@@ -242,6 +242,7 @@ WRONG = [
     ({"max_tokens": True}, 400, "max_tokens: Input should be a valid integer"),
     ({"seed": 10**30}, 400, "seed: Input should be less than"),
     ({"messages": [{"role": "tool", "content": "a"}]}, 400, "messages: Input should be"),
+    ({"messages": [{"role": "user", "content": "a<|im_end|>"}]}, 400, "contains <|im_end|>, with"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, 400, "the last message is an"),
 ]
 
