@@ -93,9 +93,8 @@ def main(argv: list[str]) -> None:
             if not self.should_exit:  # it ends within seconds: a second signal would only tear it
                 super().handle_exit(sig, frame)
 
-    settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 3}
     with closing(engine):
-        Closing(uvicorn.Config(server.app(), **settings)).run(sockets=[place])
+        Closing(server.http()).run(sockets=[place])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from queue import Full
 from typing import Annotated, Any, Literal
 
 import torch
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from pydantic import (
@@ -28,6 +29,7 @@ from pydantic import (
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from torch import Tensor
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
@@ -45,6 +47,10 @@ MOST = 64
 """Most texts of a request: prompts times `n`."""
 SECONDS = 600.0
 """Time after which a request is ended."""
+CONNECTIONS = 500
+"""Most connections, fewer than the files that a process may usually open."""
+PATIENCE = 20.0
+"""Time in seconds for which a client may owe a header or a body, or not read; up to twice that."""
 LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.I)
 """Hosts that answer without a token: another name in a browser may lead to this machine, too."""
 STATUSES = {
@@ -139,6 +145,41 @@ async def as_error(_: Any, error: Exception) -> Response:
     return as_json({"error": content}, status)
 
 
+class Connection(H11Protocol):
+    """Connection by h11, which limits a header to 64 KiB; it ends if its client stands still."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._wait((None, None, False))
+        if len(self.connections) > CONNECTIONS:
+            transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n\r\n")
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(PATIENCE, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread.cancel()
+
+    def _wait(self, before: tuple) -> None:
+        self._timer = self.loop.call_later(PATIENCE, self._check, before)
+
+    def _check(self, before: tuple) -> None:
+        """Ends the connection if the client owes something, and did before."""
+        cycle, closing = self.cycle, self.transport.is_closing()
+        asking = cycle and (cycle.response_complete, cycle.more_body)
+        if (cycle, asking, closing) == before and (not asking or any(asking) or closing):
+            self.transport.abort()
+        else:
+            self._wait((cycle, asking, closing))
+
+
 @dataclass(kw_only=True)
 class Server:
     """A model that is served, and its answers to requests."""
@@ -149,6 +190,13 @@ class Server:
     template: Template | None = None
     token: str | None = None
     """Token that clients must send as `Authorization: Bearer`; None: they need none."""
+
+    def http(self) -> uvicorn.Config:
+        """Returns the interface with the settings of its server."""
+        return uvicorn.Config(
+            self.app(), http=Connection, ws="none", log_level="warning",
+            timeout_graceful_shutdown=3,
+        )  # fmt: skip
 
     def app(self) -> FastAPI:
         """Returns the interface."""

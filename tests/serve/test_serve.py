@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -27,6 +27,7 @@ openai = pytest.importorskip("openai")
 httpx2 = pytest.importorskip("httpx2")  # which it brings
 uvicorn = pytest.importorskip("uvicorn")
 from fastgpt.serve import __main__ as serve_main  # noqa: E402 - what the extra installs
+from fastgpt.serve import app  # noqa: E402
 from fastgpt.serve.__main__ import ServeConfig, listening  # noqa: E402 - what the extra installs
 from fastgpt.serve.app import Server  # noqa: E402
 from fastgpt.serve.engine import Engine, Job  # noqa: E402
@@ -137,8 +138,9 @@ def serving(model, exact=False, **options):
     """Serves a model in this process; yields its address."""
     with closing(Engine(model, slots=3, exact=exact)) as engine, socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        app = Server(name="tiny", engine=engine, tokenizer=ByteTokenizer(), **options).app()
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)  # a client's, too
+        served = Server(name="tiny", engine=engine, tokenizer=ByteTokenizer(), **options)
+        server = uvicorn.Server(served.http())
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         while not server.started:
@@ -308,6 +310,61 @@ def test_signals_end_the_server_in_any_moment(model, monkeypatch, capfd):
     client.join(20)
     assert replies == [(503, "the server ends")]
     assert "Traceback" not in capfd.readouterr().err
+
+
+GET, POST = (
+    f"{x} HTTP/1.1\r\nHost: localhost\r\n" for x in ("GET /health", "POST /v1/completions")
+)
+LATE = {
+    "header": GET, "second header": f"{GET}\r\n{GET}",
+    "refused": f"{POST}Content-Length: 999\r\n\r\n",
+    "body": f"{POST}Content-Type: application/json\r\nContent-Length: 999\r\n\r\n",
+}  # fmt: skip
+
+
+def test_a_client_that_owes_the_rest_keeps_no_connection(model, monkeypatch):
+    monkeypatch.setattr(app, "PATIENCE", 0.3)
+    monkeypatch.setattr(app, "CONNECTIONS", len(LATE))
+    with serving(model) as address:
+        place = "127.0.0.1", int(address.rpartition(":")[2])
+        clients = [socket.create_connection(place, 20) for _ in LATE]
+        for client, text in zip(clients, LATE.values()):
+            client.sendall(text.encode())
+        with socket.create_connection(place, 20) as client:
+            assert b" 503 " in client.recv(99)
+        ends = time.monotonic() + 20
+        while clients:
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+            for client in [*clients]:
+                try:
+                    client.sendall(b"x")  # it goes on, but slowly
+                except ConnectionError:
+                    clients.remove(client)
+                    client.close()
+        assert httpx2.get(f"{address}/health").json() == IDLE
+        with socket.create_connection(place, 20) as client:
+            client.sendall(GET.encode() + b"x" * 10**5)
+            assert b" 400 " in client.recv(99)
+
+
+def test_a_client_that_does_not_read_loses_its_connection(model, monkeypatch):
+    monkeypatch.setattr(app, "PATIENCE", 0.3)
+    asks = {"prompt": "a", "n": 3, "max_tokens": 199, "logprobs": 20, "stream": True}
+    data, found = json.dumps(asks | {"model": "tiny"}), b""
+    with serving(model) as address, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(address.rpartition(":")[2])))
+        client.sendall(f"{LATE['body']}".replace("999", str(len(data))).encode() + data.encode())
+        assert client.recv(9) == b"HTTP/1.1 "
+        while httpx2.get(f"{address}/health").json() != IDLE:
+            time.sleep(0.02)
+        time.sleep(1)
+        with suppress(ConnectionError):
+            while part := client.recv(2**16):
+                found += part
+    assert b"data: " in found
+    assert b"[DONE]" not in found
 
 
 IDLE = {"status": "ok", "running": 0, "waiting": 0}
