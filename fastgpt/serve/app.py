@@ -50,7 +50,7 @@ SECONDS = 600.0
 CONNECTIONS = 500
 """Most connections, fewer than the files that a process may usually open."""
 PATIENCE = 20.0
-"""Time in seconds for which a client may owe a header or a body, or not read; up to twice that."""
+"""Seconds for which a client may owe a header or a body, or not read; at most twice that."""
 LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.I)
 """Hosts that answer without a token: another name in a browser may lead to this machine, too."""
 STATUSES = {
@@ -150,7 +150,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._wait((None, None, False))
+        self._check()
         if len(self.connections) > CONNECTIONS:
             transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n\r\n")
             transport.close()
@@ -159,25 +159,14 @@ class Connection(H11Protocol):
         self._timer.cancel()
         super().connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._unread = self.loop.call_later(PATIENCE, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._unread.cancel()
-
-    def _wait(self, before: tuple) -> None:
-        self._timer = self.loop.call_later(PATIENCE, self._check, before)
-
-    def _check(self, before: tuple) -> None:
-        """Ends the connection if the client owes something, and did before."""
-        cycle, closing = self.cycle, self.transport.is_closing()
-        asking = cycle and (cycle.response_complete, cycle.more_body)
-        if (cycle, asking, closing) == before and (not asking or any(asking) or closing):
+    def _check(self, before: object = None) -> None:
+        """Ends the connection if the client owes what it owed before, else waits once more."""
+        cycle, unread = self.cycle, self.transport.get_write_buffer_size()
+        state = (cycle, cycle and (cycle.response_complete, cycle.more_body), unread)
+        if state == before and (not cycle or any(state[1]) or self.flow.write_paused):
             self.transport.abort()
         else:
-            self._wait((cycle, asking, closing))
+            self._timer = self.loop.call_later(PATIENCE, self._check, state)
 
 
 @dataclass(kw_only=True)
