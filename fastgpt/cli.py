@@ -86,7 +86,7 @@ def parse_with_source(argv: Sequence[str]) -> tuple[Config, OpenedModel | None]:
     named = in_file
     recipe = named or ("gpt2-124m" if torch.cuda.is_available() else "baby")
     if str(recipe) not in RECIPES:
-        raise unknown_name("recipe", str(recipe), RECIPES)
+        raise unknown_name("recipe", str(recipe), RECIPES, also="--config FILE")
     about, plain = RECIPES[recipe]
     about = f"recipe {recipe}: {about}" if file is None else f"{file}, of recipe {recipe}"
     default = with_settings(plain, settings, file)

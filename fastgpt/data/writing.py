@@ -252,7 +252,7 @@ def write_directory(
             raise UserError(
                 f"a validation fraction of {fraction} of {source.name} ({counted(total, 'token')})"
                 f" leaves nothing to {purpose} on: use more text or a {change} --val-fraction"
-                " (train.py: --data.val-fraction)"
+                " of fastgpt.prepare (train.py: --data.val-fraction)"
             )
     manifest = {
         "format_version": FORMAT_VERSION,

@@ -60,7 +60,7 @@ def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
     ("argv", "said"),
     [
         ("babby", ("unknown recipe 'babby'; did you mean 'baby'?",)),
-        ("qqqq", ("unknown recipe 'qqqq' (expected one of 'baby', 'shakespeare-cpu', ",)),
+        ("qqqq", ("unknown recipe 'qqqq' (expected one of 'baby', ", ", --config FILE)")),
         ("baby --model.num-layer 4", ("options: --model.num-layer", "--model.num-layers INT;")),
         ("baby --lr 4", ("Unrecognized options: --lr, 4; Perhaps you meant: --optim.lr FLOAT",)),
         ("baby --zzz 4", ("options: --zzz, 4; For full helptext, run python train.py [RECIPE] -",)),
