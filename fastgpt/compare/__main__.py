@@ -33,7 +33,6 @@ HARMLESS = re.compile(
 """Names of what changes no weight; the text that `data.source` names has a digest."""
 TEXT = ("data.sha256", "data.tokenizer", "data.weights")
 WIDTH = 100
-"""Largest width of the table in columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,20 +83,14 @@ class Run:
     def logged(self, key: str) -> dict[int, float]:
         return {r["step"]: r[key] for r in self.records if isinstance(r.get(key), float)}
 
-    def evaluated(self, *, lowest: bool) -> dict[str, Any]:
-        """Returns the last record of a validation loss, or the lowest of those that compare."""
-        records = [r for r in self.records if "val_loss" in r]
-        best = min(comparable(records), key=lambda r: r["val_loss"], default={})
-        return best if lowest else max(records, key=lambda r: r["step"], default={})
-
 
 def facts(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
     """Returns what the runs have recorded, as name -> values in A and B (None: not recorded)."""
     found = {name: (a.facts.get(name), b.facts.get(name)) for name in a.facts | b.facts}
     for step in sorted(a.checkpoints.keys() & b.checkpoints.keys() - {0}):
         files = (checkpoint.read_record(Path(x.checkpoints[step]))["sha256"] for x in (a, b))
-        one, two = (str(x.get("model.safetensors")) for x in files)
-        found[f"sha256 of the weights at step {step}"] = one, two
+        hashes = [str(x.get("model.safetensors"))[:16] for x in files]
+        found[f"sha256 of the weights at step {step}"] = hashes[0], hashes[1]
     one, two = a.logged("train_loss"), b.logged("train_loss")
     common = sorted(one.keys() & two.keys())
     apart = [step for step in common if one[step] != two[step]]
@@ -105,11 +98,12 @@ def facts(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
     named = {"first to differ": apart[:1], "differs most": most[-1:], "last": common[-1:]}
     for why, steps in named.items():
         found |= {f"training loss, step {i} ({why})": (one[i], two[i]) for i in steps}
-    last, best = ([run.evaluated(lowest=x) for run in (a, b)] for x in (False, True))
-    for name, (one, two) in {"final": last, "best": best}.items() if all(last) else ():
-        found[f"validation loss, {name}"] = one["val_loss"], two["val_loss"]
-        found[f"validation tokens, {name}"] = one.get("val_tokens"), two.get("val_tokens")
-    if all(speeds := [run.logged("tok_per_s") for run in (a, b)]):
+    losses, speeds = ([run.logged(key) for run in (a, b)] for key in ("val_loss", "tok_per_s"))
+    if all(losses):
+        best = (min(r["val_loss"] for r in comparable(run.records)) for run in (a, b))
+        found["validation loss, final"] = losses[0][max(losses[0])], losses[1][max(losses[1])]
+        found["validation loss, best"] = next(best), next(best)
+    if all(speeds):
         x, y = (median(values.values()) for values in speeds)
         found |= {"speed, tokens/s": (x, y), "speed, ratio": (1.0, round(y / x, 3))}
     return found
@@ -117,16 +111,15 @@ def facts(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
 
 def table(every: dict[str, tuple[Any, Any]]) -> list[str]:
     """Returns lines with what differs, the losses and the speed; long values take several."""
-    always = ("training", "validation loss", "speed")
+    always = ("training", "validation", "speed")
     shown = {name: x for name, x in every.items() if x[0] != x[1] or name.startswith(always)}
     first = max(map(len, shown), default=0)
-    most = max(16, (WIDTH - first) // 2 - 2)
-    rows = [[[""], ["A"], ["B"]]]
+    width = (WIDTH - first) // 2 - 2
+    lines: list[tuple[str, ...]] = [("", "A", "B")]
     for name, values in shown.items():
-        short = (re.sub(r"[0-9a-f]{40,}", lambda found: found[0][:12], str(x)) for x in values)
-        rows.append([[name], *(textwrap.wrap(x, most) for x in short)])
-    width = max(len(line) for row in rows for line in row[1])
-    lines = [line for row in rows for line in zip_longest(*row, fillvalue="")]
+        short = (re.sub(r"[0-9a-f]{40,}", lambda found: found[0][:16], str(x)) for x in values)
+        lines += zip_longest([name], *(textwrap.wrap(x, width) for x in short), fillvalue="")
+    width = max(len(x) for _, x, _ in lines)
     return [f"{name:<{first}}  {x:<{width}}  {y}".rstrip() for name, x, y in lines]
 
 
@@ -139,8 +132,6 @@ def main(argv: list[str]) -> int:
     said = table(every)
     if any(x != y and None not in (x, y) for name, (x, y) in every.items() if name in TEXT):
         said.append("the texts differ: their losses cannot be compared")
-    elif any(x != y for name, (x, y) in every.items() if name.startswith("validation tokens")):
-        said.append("the validation losses of other numbers of tokens cannot be compared")
     said.append("the runs differ" if differs else "nothing that decides the result differs")
     if asked.diverge:
         from fastgpt.compare.diverge import diverge  # slow to import

@@ -31,11 +31,8 @@ SHOWN = {
 """Names that trackers show, grouped so that losses come first; all others are in `run`."""
 LOOK_S = 5.0
 """Seconds between two looks at the records of a run."""
-Tracker = tuple[Callable[[dict[str, float], int, float], Any], Callable[[], Any]]
-"""A function that shows numbers of a step, by name, with their time, and one that completes them.
-
-Only TensorBoard takes the time.
-"""
+Tracker = tuple[Callable[[dict[str, float], int], Any], Callable[[], Any]]
+"""A function that shows numbers of a step, by name, and one that completes them."""
 
 
 def tensorboard(run: Path) -> Tracker:
@@ -44,7 +41,8 @@ def tensorboard(run: Path) -> Tracker:
 
     Event = import_module("tensorboard.compat.proto.event_pb2").Event  # made at run time
 
-    def show(figures: dict[str, float], step: int, wall: float) -> None:
+    def show(figures: dict[str, float], step: int) -> None:
+        wall = figures.pop("run/time", time.time())
         values = [{"tag": name, "simple_value": x} for name, x in figures.items()]
         file.add_event(Event(wall_time=wall, step=step, summary={"value": values}))
         file.flush()  # raises an error of the writer's thread
@@ -66,7 +64,7 @@ def hosted(name: str, run: Path, id: str) -> Tracker:
     url = None if getattr(begun, "offline", False) else getattr(begun, "url", None)
     where = url or "which is kept here (docs/tracking.md)"
     print_line(f"{name}: {run.name}-{id} of the project {project}, {where}")
-    return lambda figures, step, _: begun.log(figures, step=step), begun.finish
+    return lambda figures, step: begun.log(figures, step=step), begun.finish
 
 
 def follow(name: str, run: Path) -> None:
@@ -87,8 +85,7 @@ def follow(name: str, run: Path) -> None:
             last = new[-1][0]
             write_atomically(state, json.dumps([id, last]).encode())
         for (step, _), record in new:
-            wall = record.pop("time", time.time())
-            show(_numbers(record), step, wall)
+            show(_numbers(record), step)
     close()
 
 
@@ -120,11 +117,9 @@ def _added(file: Path, read: int) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    if hasattr(os, "nice"):
-        os.nice(10)
-    for signalled in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGBREAK"):  # are sent to all processes
-        if hasattr(signal, signalled):
-            signal.signal(getattr(signal, signalled), signal.SIG_IGN)
+    getattr(os, "nice", int)(10)
+    for signalled in {"SIGINT", "SIGTERM", "SIGUSR1", "SIGBREAK"} & {*dir(signal)}:
+        signal.signal(getattr(signal, signalled), signal.SIG_IGN)  # all processes get them
     try:
         follow(sys.argv[1], Path(sys.argv[2]))
     except Exception as error:
