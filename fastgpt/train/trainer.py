@@ -63,7 +63,7 @@ class Trainer:
         self.world = distributed.start(device.pick_device(config.train.device))
         check_same_command(config, self.world)
         self.display = Display(quiet=not self.world.is_main)
-        self.best: tuple[float, int] = (math.inf, 0)
+        self.best: tuple[float, float] = (math.inf, 0)
         """Lowest validation loss of a checkpoint on disk, and its step."""
         self.log, self.lock = None, None
         self.requeue = False
