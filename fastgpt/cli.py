@@ -111,8 +111,10 @@ def parse_with_source(argv: Sequence[str]) -> tuple[Config, OpenedModel | None]:
 def _config_file(given: list[str]) -> tuple[Path | None, list[str]]:
     """Returns the file that --config names, and the other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path, nargs="?", const=Path("(none given)"))
+    parser.add_argument("--config", type=Path, nargs="?", const=Path())
     found, others = parser.parse_known_args(given)
+    if found.config == Path():
+        raise UserError("--config has no value: expected a file with settings")
     return found.config, others
 
 

@@ -72,6 +72,7 @@ def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
             "--batch_size 3 --n_head=4",
             ("--batch-size is --train.micro-batch, --n-head is --model",),
         ),
+        ("baby --config", ("--config has no value: expected a file",)),
         ("baby --max-iters 3", ("--max-iters is --steps\n",)),
         ("baby --model.num-heads 3", ("--model.dim is 128", "multiple", "3")),
         ("baby --model.num-heads 4 --model.num-kv-heads 3", ("--model.num-heads is 4", "3")),
