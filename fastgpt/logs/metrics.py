@@ -126,15 +126,26 @@ def is_whole(record: dict[str, Any]) -> bool:
     """Returns True if a record has the step, tokens and losses that `MetricsLog` wrote."""
     counts = {type(record.get(name)) for name in ("step", "tokens")}
     small = all(abs(value) < 2**63 for value in record.values() if type(value) is int)
-    train, val = record.get("train_loss"), record.get("val_loss", 0.0)
-    return counts == {int} and small and isinstance(train, float | None) and isinstance(val, float)
+    vals = (record.get(name, 0.0) for name in ("val_loss", "val_loss_compared"))
+    losses = isinstance(record.get("train_loss"), float | None) and {*map(type, vals)} == {float}
+    return counts == {int} and small and losses
 
 
 def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the evaluations with as many tokens as the last but one; the last may have more."""
+    """Returns the evaluations, with their loss over the text that the last but one has scored.
+
+    The last may have scored more: then it has `val_loss_compared`, or in earlier logs is left out.
+    """
     evaluated = [record for record in records if "val_loss" in record]
     sizes = [record.get("val_tokens") for record in evaluated]
-    return [record for record, size in zip(evaluated, sizes) if size == sizes[-2:][0]]
+    of_last = [
+        {"val_loss": r["val_loss_compared"]} if "val_loss_compared" in r else {} for r in evaluated
+    ]
+    return [
+        record | of | {"val_tokens": sizes[-2:][0]}
+        for record, size, of in zip(evaluated, sizes, of_last)
+        if of or size == sizes[-2:][0]
+    ]
 
 
 def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -151,7 +162,7 @@ def plot_losses(records: list[dict[str, Any]], path: Path, title: str) -> None:
             axes.legend()
     if known := [r for r in comparable(records) if r["val_loss"] > 0]:
         best = min(known, key=lambda record: record["val_loss"])
-        over = f" over {best['val_tokens']:,} tokens" if "val_tokens" in best else ""
+        over = f" over {best['val_tokens']:,} tokens" if best["val_tokens"] else ""
         label = f"lowest{over}: {best['val_loss']:.4f} at step {best['step']:,}"
         axes.plot(best["tokens"], best["val_loss"], "k*", markersize=12, label=label)
         axes.legend()

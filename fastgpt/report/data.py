@@ -48,9 +48,9 @@ class Run:
 
     @property
     def apart(self) -> np.ndarray:
-        """Places of validation losses that cannot be compared with the others."""
-        loss, compared = (np.isfinite(self.columns[name]) for name in ("val_loss", "compared"))
-        return np.flatnonzero(loss & ~compared)
+        """Places of validation losses over other text, which cannot be compared with the others."""
+        loss, compared = (self.columns[name] for name in ("val_loss", "compared"))
+        return np.flatnonzero(np.isfinite(loss) & (loss != compared))
 
     @property
     def checkpoint(self) -> Path:
@@ -115,8 +115,9 @@ def _columns(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         columns[name] = np.array(
             [x if isinstance(x, int | float) else np.nan for x in values], float
         )
-    alike = np.isin(columns["step"], [record["step"] for record in comparable(records)])
-    columns["compared"] = np.where(alike, columns["val_loss"], np.nan)
+    alike = {record["step"]: record["val_loss"] for record in comparable(records)}
+    columns["compared"] = np.array([alike.get(r["step"], np.nan) for r in records], float)
+    columns["compared"][~np.isfinite(columns["val_loss"])] = np.nan
     logged, columns["smoothed"] = np.isfinite(columns["train_loss"]), columns["step"] * np.nan
     if logged.any():
         columns["smoothed"][logged] = _smoothed(columns["train_loss"][logged])

@@ -100,7 +100,7 @@ def finding(run: Run) -> str:
     step, loss = steps[at], known[at]
     if len(step) and len(apart := run.apart):
         used = f"At step {steps[apart[-1]]:,.0f} the evaluation used {sizes[apart[-1]]:,.0f} tokens"
-        other = f" {used}, the others {sizes[at][-1]:,.0f}: its loss is not comparable."
+        other = f" {used}, the others {sizes[at][0]:,.0f}: its loss is not comparable."
     if len(loss) < 3:
         few = counted(len(loss), "comparable evaluation")
         return f"{few} of the validation loss: too few to tell whether the model overfits.{other}"

@@ -21,7 +21,7 @@ from fastgpt.display import Display, duration, short
 from fastgpt.errors import UserError, brief, counted
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.faults import watchdog
-from fastgpt.logs.metrics import MetricsLog, check_trackers
+from fastgpt.logs.metrics import MetricsLog, check_trackers, comparable
 from fastgpt.model.flops import flops_per_token
 from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal
@@ -129,7 +129,7 @@ class Trainer:
         self.log = MetricsLog(path, engine.step, title, warn, config.track)
         # the best is chosen among the checkpoints on disk, as in a run without interruption
         kept = checkpoint.kept_steps(path / "checkpoints")
-        losses = {r["step"]: compared_loss(r) for r in self.log.records if "val_loss" in r}
+        losses = {r["step"]: r["val_loss"] for r in comparable(self.log.records)}
         self.best = min(((losses[s], s) for s in kept if s in losses), default=self.best)
         manifest.write(path / "manifest.json", known)
         self.display.header(header(engine, known, path))
@@ -366,9 +366,10 @@ class Trainer:
             self.log.write(record)
         if step and self.config.train.sample_tokens:
             self._sample()
-        if self.log is not None and compared_loss(record) < self.best[0] and self.saver.has(step):
+        loss = record.get("val_loss_compared", loss)
+        if self.log is not None and loss < self.best[0] and self.saver.has(step):
             self.saver.mark_best(step)
-            self.best = compared_loss(record), step
+            self.best = loss, step
 
     def _scores_other_text(self, tokens: int, results: list[tuple[float, int]]) -> bool:
         """Returns True if an evaluation of `tokens` had other text than those before the last."""
@@ -414,11 +415,6 @@ class Trainer:
         self.requeue = bool(self.world.sum(torch.tensor(int(self.stop.requeue))))
         resume = resume_command(self.run_dir, self.world.size)
         return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
-
-
-def compared_loss(record: dict[str, Any]) -> float:
-    """Returns the loss of an evaluation over the text that the evaluations of a run share."""
-    return record.get("val_loss_compared", record["val_loss"])
 
 
 def _due(step: int, every: int) -> bool:

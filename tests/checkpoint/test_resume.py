@@ -263,7 +263,7 @@ def test_metrics_are_appended_to(fit, tmp_path, monkeypatch):
     assert [r for r in after if r["step"] <= 4] == [r for r in before if r["step"] <= 4]
     assert [r["step"] for r in after if "train_loss" in r] == list(range(1, 13))
     assert [r["step"] for r in after if "val_loss" in r] == [0, 4, 8, 12]
-    shown = EventAccumulator(str(run)).Reload().Scalars("train_loss")
+    shown = EventAccumulator(str(run)).Reload().Scalars("loss/train")
     assert [event.step for event in shown] == list(range(1, 13))
 
 
