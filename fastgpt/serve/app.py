@@ -32,7 +32,7 @@ from torch import Tensor
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fastgpt.data.tokenizers import Tokenizer
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, shown
 from fastgpt.model.drawing import OPTIONS
 from fastgpt.model.generation import check_tokens
 from fastgpt.sampling.chat import Template, encode, refuse_special
@@ -41,8 +41,13 @@ from fastgpt.sampling.text import encode_prompt
 from fastgpt.serve.engine import Engine, Job
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
+FIRST_FAULT = Field(fail_fast=True)
+"""Each further fault would take time to describe."""
+Ids = Annotated[list[Id], FIRST_FAULT]
 LONGEST_BODY = 2**18
-"""Bytes of the longest request, of which each part may be a fault that takes time to describe."""
+"""Bytes of the longest request."""
+MOST_FIELDS = 64
+"""Most fields of an object: each may be a fault, and takes time to describe."""
 MOST = 64
 """Most texts of a request: prompts times `n`."""
 SECONDS = 600.0
@@ -68,6 +73,8 @@ class Fields(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        if len(given) > MOST_FIELDS:
+            raise ValueError(f"expected at most {MOST_FIELDS} fields")
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -75,6 +82,10 @@ def _several(given: Any) -> Any:
     """Returns a text, or its ids, as a list of one."""
     ids = isinstance(given, list) and given and isinstance(given[0], int)
     return [given] if ids or isinstance(given, str) else given
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
 
 
 class Asked(Fields):
@@ -85,20 +96,29 @@ class Asked(Fields):
     seed: int = Field(default_factory=partial(secrets.randbelow, 2**62), ge=0, lt=2**62)
     stop: Annotated[list[str], BeforeValidator(_several), Field(max_length=16)] = []
     stream: bool = False
-    stream_options: dict[Literal["include_usage"], bool] = {}
+    stream_options: StreamOptions = StreamOptions()
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.1, le=10)
-    # accepted where they change nothing
+    # accepted, because they change nothing
     user: str = ""
     frequency_penalty: float = Field(0, ge=0, le=0)
     presence_penalty: float = Field(0, ge=0, le=0)
 
 
+UNSUPPORTED = ("frequency_penalty", "presence_penalty")
+"""Fields that are refused unless they change nothing."""
+
+
 class Completion(Asked):
-    prompt: Annotated[list[str | list[Id]], BeforeValidator(_several), Field(min_length=1)] = [""]
+    prompt: Annotated[
+        list[str | Ids],
+        FIRST_FAULT,
+        BeforeValidator(_several),
+        Field(min_length=1, max_length=MOST),
+    ] = [""]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -110,11 +130,11 @@ class TextPart(Fields):
 
 class Message(Fields):
     role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], FIRST_FAULT]
 
 
 class Chat(Asked):
-    messages: list[Message] = Field(min_length=1, max_length=256)
+    messages: Annotated[list[Message], FIRST_FAULT] = Field(min_length=1, max_length=256)
     max_tokens: int | None = Field(
         None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens")
     )
@@ -133,13 +153,17 @@ def as_json(content: Any, status: int = 200) -> Response:
 
 async def as_error(_: Any, error: Exception) -> Response:
     """Returns an error in OpenAI's form."""
-    said = str(error) or type(error).__name__
     status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
     if isinstance(error, HTTPException):
         said, status = error.detail, error.status_code
     elif isinstance(error, ValidationError):
         first = error.errors()[0]
-        said = f"{(*first['loc'], 'the request')[0]}: {first['msg']}"
+        name, said = (*first["loc"], "the request")[0], first["msg"]
+        if first["type"] == "extra_forbidden" or name in UNSUPPORTED:
+            name, said = first["loc"][-1], "not supported"
+        said = f"{name}: {said}"
+    else:
+        said = str(error) or type(error).__name__
     kind = "invalid_request_error" if status < 500 else "server_error"
     content = {"message": said, "type": kind, "param": None, "code": None}
     return as_json({"error": content}, status)
@@ -225,7 +249,9 @@ class Server:
                 raise HTTPException(413, f"expected at most {LONGEST_BODY:,} bytes")
         asked = kind.model_validate_json(body)
         if asked.model != self.name:
-            raise HTTPException(404, f"there is no model {asked.model!r}")
+            raise HTTPException(
+                404, f"there is no model {shown(asked.model)}: expected {self.name!r}"
+            )
         events, loop = asyncio.Queue(), asyncio.get_running_loop()
 
         def put(*event: Any) -> None:
@@ -258,7 +284,7 @@ class Server:
         if isinstance(asked, Chat):
             if self.template is None:
                 raise UserError("the model has no chat template: expected /v1/completions")
-            prompts = [_conversation(asked.messages, self.tokenizer, self.template)]
+            prompts = [_conversation(asked, self.tokenizer, self.template)]
             stop = [*asked.stop, self.template.end_of_turn()]
             options |= {"stop": stop, "logprobs": asked.top_logprobs, "strip": True}
         else:
@@ -296,7 +322,7 @@ class Server:
             async for index, piece in pieces:
                 if piece.text or piece.finish:
                     yield event([self._choice(asked, index, piece)])
-            if asked.stream_options.get("include_usage"):
+            if asked.stream_options.include_usage:
                 yield event([], usage=usage(asked, jobs))
             yield "data: [DONE]\n\n"
         except Exception as error:  # the status has been sent
@@ -327,13 +353,15 @@ class Server:
         return {"index": index, "finish_reason": piece.finish, "logprobs": logprobs, **said}
 
 
-def _conversation(messages: list[Message], tokenizer: Tokenizer, template: Template) -> Tensor:
+def _conversation(asked: Chat, tokenizer: Tokenizer, template: Template) -> Tensor:
     """Returns the ids of a conversation, which ends where the answer begins."""
-    if messages[-1].role == "assistant":
+    if asked.top_logprobs and not asked.logprobs:
+        raise UserError("top_logprobs: expected logprobs, too")
+    if asked.messages[-1].role == "assistant":
         raise UserError("the last message is an answer: expected a question")
     said = [
         {"role": x.role, "content": "".join(y if isinstance(y, str) else y.text for y in x.content)}
-        for x in messages
+        for x in asked.messages
     ]
     refuse_special(tokenizer, template, said)
     return torch.from_numpy(encode(tokenizer, template.pieces(said))[0])

@@ -26,6 +26,8 @@ from tests.sampling.test_streaming import Letters
 openai = pytest.importorskip("openai")
 httpx2 = pytest.importorskip("httpx2")  # which it brings
 uvicorn = pytest.importorskip("uvicorn")
+from pydantic import ValidationError  # noqa: E402
+
 from fastgpt.serve import __main__ as serve_main  # noqa: E402 - what the extra installs
 from fastgpt.serve import app  # noqa: E402
 from fastgpt.serve.__main__ import ServeConfig, listening  # noqa: E402 - what the extra installs
@@ -234,8 +236,9 @@ WRONG = [
     (b"\xff", 400, "the request: Invalid JSON"),
     (b"[" * 10**5, 400, "the request: Invalid JSON"),
     (bytes(2**18 + 1), 413, "expected at most 262,144 bytes"),
-    ({"model": "no"}, 404, "there is no model 'no'"),
-    ({"echo": True}, 400, "echo: Extra inputs are not permitted"),
+    ({"model": "no"}, 404, "there is no model 'no': expected 'tiny'"),
+    ({"echo": True}, 400, "echo: not supported"),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty: not supported"),
     ({"temperature": float("nan")}, 400, "temperature: Input should be"),
     ({"prompt": [1, 256]}, 400, "from 1 to 256: expected ids of the vocabulary, 0 to 255"),
     ({"prompt": []}, 400, "prompt: Value should have at least 1 item"),
@@ -246,6 +249,8 @@ WRONG = [
     ({"messages": [{"role": "tool", "content": "a"}]}, 400, "messages: Input should be"),
     ({"messages": [{"role": "user", "content": "a<|im_end|>"}]}, 400, "contains <|im_end|>, with"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, 400, "the last message is an"),
+    ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, 400, "name: not supported"),
+    ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400, "expected logprobs"),
 ]
 
 
@@ -255,6 +260,23 @@ def test_what_is_wrong_is_said_in_openais_form(address, bad, status, said):
     found = asked(address, bad, path)
     assert found[0] == status
     assert said in found[1]
+
+
+LARGE = {
+    "prompts": {"prompt": [{}] * 60_000}, "ids": {"prompt": [[{}] * 60_000]},
+    "fields": dict.fromkeys(map(str, range(20_000)), 1), "stop": {"stop": [1] * 60_000},
+    "options": {"stream_options": dict.fromkeys(map(str, range(20_000)), 1)},
+    "parts": {"messages": [{"role": "user", "content": [{}] * 60_000}]},
+    "messages": {"messages": [{}] * 60_000},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", LARGE.values(), ids=LARGE)
+def test_of_many_faults_one_is_described(body):
+    kind = app.Chat if "messages" in body else app.Completion
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate_json(json.dumps({"model": "tiny"} | body))
+    assert len(error.value.errors()) < 9
 
 
 def test_who_may_ask(model, monkeypatch):
