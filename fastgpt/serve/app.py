@@ -31,7 +31,9 @@ from starlette.requests import ClientDisconnect
 from torch import Tensor
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fastgpt.data.tokenizers import Tokenizer
+from fastgpt.data.tokenizers import ByteTokenizer, Tokenizer
+from fastgpt.data.tokenizers.gpt2 import LETTERS, GPT2Tokenizer
+from fastgpt.data.tokenizers.huggingface import JsonTokenizer
 from fastgpt.errors import UserError, shown
 from fastgpt.model.drawing import OPTIONS
 from fastgpt.model.generation import check_tokens
@@ -39,6 +41,7 @@ from fastgpt.sampling.chat import Template, encode, refuse_special
 from fastgpt.sampling.streaming import Continuation, Piece
 from fastgpt.sampling.text import encode_prompt
 from fastgpt.serve.engine import Engine, Job
+from fastgpt.terminal import REPLACEMENT
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 FIRST_FAULT = Field(fail_fast=True)
@@ -62,6 +65,7 @@ STATUSES = {
     UserError: 400, ValidationError: 400, ClientDisconnect: 400, Full: 429, OSError: 503,
     Exception: 500,
 }  # fmt: skip
+BYTES = {letter: byte for byte, letter in LETTERS.items()}
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -330,10 +334,11 @@ class Server:
 
     def _choice(self, asked: Either, index: int, piece: Piece, **role: str) -> dict[str, Any]:
         """Returns a piece, or a whole text, in OpenAI's form."""
-        decode, tokens, logprobs = self.tokenizer.decode, piece.tokens, None
+        tokens, logprobs, decode = piece.tokens, None, partial(_shown_token, self.tokenizer)
 
         def entry(id: int, logprob: float) -> dict[str, Any]:
-            return {"token": decode([id]), "logprob": logprob, "bytes": None}
+            token, data = decode(id)
+            return {"token": token, "logprob": logprob, "bytes": [*data]}
 
         if isinstance(asked, Chat):
             said = {"delta" if asked.stream else "message": role | {"content": piece.text}}
@@ -345,12 +350,31 @@ class Server:
             said = {"text": piece.text}
             if asked.logprobs is not None:
                 logprobs = {
-                    "tokens": [decode([x.id]) for x in tokens],
+                    "tokens": [decode(x.id)[0] for x in tokens],
                     "token_logprobs": [x.logprob for x in tokens],
-                    "top_logprobs": [{decode([id]): y for id, y in x.top} for x in tokens],
+                    "top_logprobs": [{decode(id)[0]: y for id, y in x.top} for x in tokens],
                     "text_offset": [x.offset for x in tokens],
                 }
         return {"index": index, "finish_reason": piece.finish, "logprobs": logprobs, **said}
+
+
+def _shown_token(tokenizer: Tokenizer, id: int) -> tuple[str, bytes]:
+    """Returns the text of a token, `bytes:\\xe2` for a part of a character, and its bytes."""
+    text = tokenizer.decode([id])
+    data = text.encode(errors="surrogatepass")
+    if REPLACEMENT not in text:
+        return text, data
+    if isinstance(tokenizer, ByteTokenizer):
+        data = bytes([id])
+    elif isinstance(tokenizer, GPT2Tokenizer):
+        data = tokenizer.tokens[id]
+    elif isinstance(tokenizer, JsonTokenizer):
+        word = tokenizer._tokenizer.id_to_token(id) or ""
+        if found := re.fullmatch("<0x(..)>", word):
+            data = bytes.fromhex(found[1])
+        elif BYTES.keys() >= {*word}:
+            data = bytes(BYTES[letter] for letter in word)
+    return f"bytes:{repr(data)[2:-1]}", data
 
 
 def _conversation(asked: Chat, tokenizer: Tokenizer, template: Template) -> Tensor:

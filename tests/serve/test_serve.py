@@ -20,8 +20,9 @@ from fastgpt.kernels.decode_attention import op as decode_attention_op
 from fastgpt.model.drawing import draw
 from fastgpt.sampling.chat import CHATML, Template
 from fastgpt.sampling.streaming import Continuation
+from tests.data.sets import tokenizer_of
 from tests.models import sharp
-from tests.sampling.test_streaming import Letters
+from tests.sampling.test_streaming import TOKENIZERS, Letters
 
 openai = pytest.importorskip("openai")
 httpx2 = pytest.importorskip("httpx2")  # which it brings
@@ -187,6 +188,7 @@ def test_openais_package_gets_what_stream_gives(client, model):
         assert (choice.text, choice.finish_reason) == ("".join(map(str, pieces)), "length")
         assert choice.logprobs.token_logprobs == [token.logprob for token in tokens]
         assert choice.logprobs.text_offset == [token.offset for token in tokens]
+        assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 9
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *parts, last = ask(prompt="hi", n=2, max_tokens=9, seed=4, logprobs=0, **options)
     for index, choice in enumerate(whole.choices[:2]):
@@ -212,12 +214,25 @@ def test_openais_package_can_chat(client):
         assert "".join(part.delta.content for part in own) == choice.message.content
         found = [token for part in own if part.logprobs for token in part.logprobs.content]
         assert found == choice.logprobs.content
-        assert [len(token.top_logprobs) for token in found] == [2] * 9
+        assert [[len(x.bytes) for x in token.top_logprobs] for token in found] == [[1, 1]] * 9
         assert own[-1].finish_reason == choice.finish_reason == "length"
         prompt = Template(CHATML).render([{"role": "user", "content": "hi"}], answering=True)
         options = {"model": "tiny", "prompt": prompt, "max_tokens": 9, "seed": 2 + index}
         same = client.completions.create(**options).choices[0].text
         assert same.strip() == choice.message.content
+
+
+@pytest.mark.parametrize("kind", ["bytes", "gpt2", "bpe", "spaced"])
+def test_parts_of_a_character_are_told_by_their_bytes(kind):
+    tokenizer = tokenizer_of(kind) if kind == "gpt2" else TOKENIZERS[kind]
+    ids = (
+        [1 + byte for byte in "a\u2713".encode()]
+        if kind == "spaced"
+        else tokenizer.encode("a\u2713")
+    )
+    texts, parts = zip(*(app._shown_token(tokenizer, int(id)) for id in ids))
+    assert b"".join(parts) == "a\u2713".encode()
+    assert "".join(texts).replace("bytes:", "") == r"a\xe2\x9c\x93"
 
 
 def asked(address, content, path="/v1/completions", **headers):
