@@ -49,10 +49,8 @@ FIRST_FAULT = Field(fail_fast=True)
 Ids = Annotated[list[Id], FIRST_FAULT]
 LONGEST_BODY = 2**18
 """Bytes of the longest request."""
-MOST_FIELDS = 64
-"""Most fields of an object: each may be a fault, and takes time to describe."""
 MOST = 64
-"""Most texts of a request: prompts times `n`."""
+"""Most texts of a request, prompts times `n`, and most fields of an object."""
 SECONDS = 600.0
 """Time after which a request is ended."""
 CONNECTIONS = 500
@@ -77,8 +75,8 @@ class Fields(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        if len(given) > MOST_FIELDS:
-            raise ValueError(f"expected at most {MOST_FIELDS} fields")
+        if len(given) > MOST:
+            raise ValueError(f"expected at most {MOST} fields")
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -117,12 +115,9 @@ UNSUPPORTED = ("frequency_penalty", "presence_penalty")
 
 
 class Completion(Asked):
-    prompt: Annotated[
-        list[str | Ids],
-        FIRST_FAULT,
-        BeforeValidator(_several),
-        Field(min_length=1, max_length=MOST),
-    ] = [""]
+    prompt: Annotated[list[str | Ids], FIRST_FAULT, BeforeValidator(_several)] = Field(
+        [""], min_length=1, max_length=MOST
+    )
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -174,7 +169,7 @@ async def as_error(_: Any, error: Exception) -> Response:
 
 
 class Connection(H11Protocol):
-    """Connection by h11, which limits a header to 64 KiB; it ends if its client stands still."""
+    """Connection by h11, which limits a header to 16 KiB; it ends if its client stands still."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -183,18 +178,14 @@ class Connection(H11Protocol):
             transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n\r\n")
             transport.close()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        super().connection_lost(exc)
-
     def _check(self, before: object = None) -> None:
         """Ends the connection if the client owes what it owed before, else waits once more."""
         cycle, unread = self.cycle, self.transport.get_write_buffer_size()
         state = (cycle, cycle and (cycle.response_complete, cycle.more_body), unread)
         if state == before and (not cycle or any(state[1]) or self.flow.write_paused):
             self.transport.abort()
-        else:
-            self._timer = self.loop.call_later(PATIENCE, self._check, state)
+        elif unread or not self.transport.is_closing():
+            self.loop.call_later(PATIENCE, self._check, state)
 
 
 @dataclass(kw_only=True)
@@ -253,9 +244,8 @@ class Server:
                 raise HTTPException(413, f"expected at most {LONGEST_BODY:,} bytes")
         asked = kind.model_validate_json(body)
         if asked.model != self.name:
-            raise HTTPException(
-                404, f"there is no model {shown(asked.model)}: expected {self.name!r}"
-            )
+            said = f"there is no model {shown(asked.model)}: expected {self.name!r}"
+            raise HTTPException(404, said)
         events, loop = asyncio.Queue(), asyncio.get_running_loop()
 
         def put(*event: Any) -> None:

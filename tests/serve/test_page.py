@@ -94,14 +94,13 @@ def test_a_person_can_talk_with_the_model(browser, model, chat):  # noqa: F811
                 data = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
                 Path(folder, f"chat-{chat}-{scheme}.png").write_bytes(data)
         assert run("getComputedStyle(document.body).backgroundColor") == "rgb(23, 24, 26)"
-        short = "max_tokens.value = 3; again.click()"
-        run(short)
-        until("!running && state.textContent.startsWith('3 tokens')")
+        run(short := "max_tokens.value = 3; again.click()")
+        until(done := "!running && state.textContent.startsWith('3 tokens')")
         run("max_tokens.value = 0; ask.value = 'ho'; send.click()")
         until("document.querySelector('.error')?.textContent.includes('max_tokens')")
         assert run("ask.value") == ("" if chat else "ho"), "a refused text may be edited"
         run(short)
-        until("!running && state.textContent.startsWith('3 tokens')")
+        until(done)
         own = run("[...document.querySelectorAll('.user')].map(x => x.textContent).join()")
         assert own == ("hi <b>,ho" if chat else "hi <b>"), "an error takes no text away"
         assert run("said.children.length") == (4 if chat else 2)

@@ -20,7 +20,6 @@ from fastgpt.kernels.decode_attention import op as decode_attention_op
 from fastgpt.model.drawing import draw
 from fastgpt.sampling.chat import CHATML, Template
 from fastgpt.sampling.streaming import Continuation
-from tests.data.sets import tokenizer_of
 from tests.models import sharp
 from tests.sampling.test_streaming import TOKENIZERS, Letters
 
@@ -113,14 +112,14 @@ def test_the_queue_is_limited_and_texts_that_end_early_leave_no_trace():
         engine.submit([more])
         assert len(jobs[4][1]()) == 5
         assert (engine.running, [*engine.waiting]) == ([], [])
+    with pytest.raises(ConnectionAbortedError, match="the server ends"):
+        engine.submit([])
 
 
 def test_a_text_that_is_not_finite_ends_alone_and_leaves_its_slot_sound(capsys):
     model = sharp(num_heads=2, dim=16, vocab_size=31, tied=False)
     with torch.no_grad():
         model.wte.weight[30] = torch.nan  # which the tokenizer does not know, and no text draws
-    head, logits = model.head, []
-    model.head = lambda x, _: logits.append(head(x, None)) or logits[-1]
     jobs = [job(ids, new) for ids, new in (([1], 9), ([30] * 12, 1), ([2], 9), ([3] * 5, 9))]
     for each, _ in jobs:
         each.text.draw = partial(draw, temperature=0.5)  # refuses NaN
@@ -129,7 +128,6 @@ def test_a_text_that_is_not_finite_ends_alone_and_leaves_its_slot_sound(capsys):
         with pytest.raises(RuntimeError, match="nan"):
             jobs[1][1]()
         assert [len(jobs[i][1]()) for i in (0, 2, 3)] == [9, 9, 9]
-    assert {x.shape[1] for x in logits} == {1}, "logits of the last token alone"
     assert "RuntimeError" in capsys.readouterr().err
 
 
@@ -222,17 +220,11 @@ def test_openais_package_can_chat(client):
         assert same.strip() == choice.message.content
 
 
-@pytest.mark.parametrize("kind", ["bytes", "gpt2", "bpe", "spaced"])
-def test_parts_of_a_character_are_told_by_their_bytes(kind):
-    tokenizer = tokenizer_of(kind) if kind == "gpt2" else TOKENIZERS[kind]
-    ids = (
-        [1 + byte for byte in "a\u2713".encode()]
-        if kind == "spaced"
-        else tokenizer.encode("a\u2713")
-    )
-    texts, parts = zip(*(app._shown_token(tokenizer, int(id)) for id in ids))
-    assert b"".join(parts) == "a\u2713".encode()
-    assert "".join(texts).replace("bytes:", "") == r"a\xe2\x9c\x93"
+@pytest.mark.parametrize(("kind", "ids"), [("bytes", b"a\xe2"), ("spaced", b"b\xe3"), ("bpe", b"")])
+def test_parts_of_a_character_are_told_by_their_bytes(kind, ids):
+    ids = ids or TOKENIZERS[kind].encode("a\u2713").tolist()[:2]
+    found = [app._shown_token(TOKENIZERS[kind], id) for id in ids]
+    assert found == [("a", b"a"), ("bytes:\\xe2", b"\xe2")]
 
 
 def asked(address, content, path="/v1/completions", **headers):
@@ -256,7 +248,7 @@ WRONG = [
     ({"presence_penalty": 0.5}, 400, "presence_penalty: not supported"),
     ({"temperature": float("nan")}, 400, "temperature: Input should be"),
     ({"prompt": [1, 256]}, 400, "from 1 to 256: expected ids of the vocabulary, 0 to 255"),
-    ({"prompt": []}, 400, "prompt: Value should have at least 1 item"),
+    ({"prompt": []}, 400, "prompt: List should have at least 1 item"),
     ({"prompt": ["a"] * 9, "n": 9}, 400, "expected at most 64 texts in all"),
     ({"prompt": "a" * 201}, 400, "the prompt has 201 tokens: expected at most 200"),
     ({"max_tokens": True}, 400, "max_tokens: Input should be a valid integer"),
@@ -277,21 +269,14 @@ def test_what_is_wrong_is_said_in_openais_form(address, bad, status, said):
     assert said in found[1]
 
 
-LARGE = {
-    "prompts": {"prompt": [{}] * 60_000}, "ids": {"prompt": [[{}] * 60_000]},
-    "fields": dict.fromkeys(map(str, range(20_000)), 1), "stop": {"stop": [1] * 60_000},
-    "options": {"stream_options": dict.fromkeys(map(str, range(20_000)), 1)},
-    "parts": {"messages": [{"role": "user", "content": [{}] * 60_000}]},
-    "messages": {"messages": [{}] * 60_000},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("body", LARGE.values(), ids=LARGE)
-def test_of_many_faults_one_is_described(body):
-    kind = app.Chat if "messages" in body else app.Completion
-    with pytest.raises(ValidationError) as error:
-        kind.model_validate_json(json.dumps({"model": "tiny"} | body))
-    assert len(error.value.errors()) < 9
+@pytest.mark.parametrize("fault", [{}, [{}] * 60_000])
+def test_of_many_faults_one_is_described(fault):
+    parts = {"messages": [{"role": "user", "content": [fault] * 60_000}]}
+    for kind, body in ((app.Completion, {"prompt": [fault] * 60_000}), (app.Chat, parts)):
+        for asks in (body, body | dict.fromkeys(map(str, range(20_000)), 1)):
+            with pytest.raises(ValidationError) as error:
+                kind.model_validate({"model": "tiny"} | asks)
+            assert len(error.value.errors()) < 9
 
 
 def test_who_may_ask(model, monkeypatch):
@@ -318,12 +303,6 @@ def test_a_place_that_is_taken_is_named():
         listening("127.0.0.1", taken.getsockname()[1])
 
 
-def test_an_engine_that_was_closed_takes_no_text(model):
-    (engine := Engine(model)).close()
-    with pytest.raises(ConnectionAbortedError, match="the server ends"):
-        engine.submit([])
-
-
 def test_signals_end_the_server_in_any_moment(model, monkeypatch, capfd):
     place, submit, replies = socket.create_server(("127.0.0.1", 0)), Engine.submit, []
     found = SimpleNamespace(
@@ -339,9 +318,8 @@ def test_signals_end_the_server_in_any_moment(model, monkeypatch, capfd):
                 signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Engine, "submit", interrupted)
-    about = (f"http://127.0.0.1:{place.getsockname()[1]}", {"prompt": "a", "max_tokens": 199})
-    client = threading.Thread(target=lambda: replies.append(asked(*about)))
-    client.start()
+    about = f"http://127.0.0.1:{place.getsockname()[1]}", {"max_tokens": 199, "prompt": "a"}
+    (client := threading.Thread(target=lambda: replies.append(asked(*about)))).start()
     with pytest.raises(KeyboardInterrupt):
         serve_main.main(["tiny", "--device", "cpu"])
     client.join(20)
@@ -349,14 +327,14 @@ def test_signals_end_the_server_in_any_moment(model, monkeypatch, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+IDLE = {"status": "ok", "running": 0, "waiting": 0}
 GET, POST = (
     f"{x} HTTP/1.1\r\nHost: localhost\r\n" for x in ("GET /health", "POST /v1/completions")
 )
-LATE = {
-    "header": GET, "second header": f"{GET}\r\n{GET}",
-    "refused": f"{POST}Content-Length: 999\r\n\r\n",
-    "body": f"{POST}Content-Type: application/json\r\nContent-Length: 999\r\n\r\n",
-}  # fmt: skip
+LATE = [
+    GET, f"{GET}\r\n{GET}", f"{POST}Content-Length: 999\r\n\r\n",
+    f"{POST}Content-Type: application/json\r\nContent-Length: 999\r\n\r\n",
+]  # fmt: skip
 
 
 def test_a_client_that_owes_the_rest_keeps_no_connection(model, monkeypatch):
@@ -365,57 +343,44 @@ def test_a_client_that_owes_the_rest_keeps_no_connection(model, monkeypatch):
     with serving(model) as address:
         place = "127.0.0.1", int(address.rpartition(":")[2])
         clients = [socket.create_connection(place, 20) for _ in LATE]
-        for client, text in zip(clients, LATE.values()):
+        for client, text in zip(clients, LATE):
             client.sendall(text.encode())
-        with socket.create_connection(place, 20) as client:
-            assert b" 503 " in client.recv(99)
+        assert httpx2.get(f"{address}/health").status_code == 503
         ends = time.monotonic() + 20
-        while clients:
-            assert time.monotonic() < ends
-            time.sleep(0.02)
-            for client in [*clients]:
-                try:
-                    client.sendall(b"x")  # it goes on, but slowly
-                except ConnectionError:
-                    clients.remove(client)
-                    client.close()
-        assert httpx2.get(f"{address}/health").json() == IDLE
+        while clients and time.monotonic() < ends:
+            time.sleep(0.01)
+            client = clients.pop(0)
+            with suppress(ConnectionError):
+                client.sendall(b"x")  # it goes on, but slowly
+                clients.append(client)
+        assert not clients
         with socket.create_connection(place, 20) as client:
-            client.sendall(GET.encode() + b"x" * 10**5)
+            client.sendall(GET.encode() + b"x" * 2**14)
             assert b" 400 " in client.recv(99)
 
 
 def test_a_client_that_does_not_read_loses_its_connection(model, monkeypatch):
     monkeypatch.setattr(app, "PATIENCE", 0.3)
-    asks = {"prompt": "a", "n": 3, "max_tokens": 199, "logprobs": 20, "stream": True}
-    data, found = json.dumps(asks | {"model": "tiny"}), b""
-    with serving(model) as address, socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", int(address.rpartition(":")[2])))
-        client.sendall(f"{LATE['body']}".replace("999", str(len(data))).encode() + data.encode())
-        assert client.recv(9) == b"HTTP/1.1 "
-        while httpx2.get(f"{address}/health").json() != IDLE:
-            time.sleep(0.02)
-        time.sleep(1)
-        with suppress(ConnectionError):
-            while part := client.recv(2**16):
-                found += part
-    assert b"data: " in found
-    assert b"[DONE]" not in found
-
-
-IDLE = {"status": "ok", "running": 0, "waiting": 0}
+    asks = {"model": "tiny", "prompt": "a", "n": 3, "max_tokens": 199, "logprobs": 20}
+    with serving(model) as address:
+        ask = partial(httpx2.stream, "POST", f"{address}/v1/completions")
+        with ask(json=asks | {"stream": True}) as reply:
+            while httpx2.get(f"{address}/health").json() != IDLE:
+                time.sleep(0.02)
+            time.sleep(1)
+            with pytest.raises(httpx2.RemoteProtocolError):
+                reply.read()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_frees_its_slots(address, model, stream):
     data = json.dumps({"model": "tiny", "prompt": "a", "n": 4, "max_tokens": 199, "stream": stream})
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    head = LATE[3].replace("999", str(len(data)))
     steps, place = [], ("127.0.0.1", int(address.rpartition(":")[2]))
     with model.register_forward_pre_hook(lambda *_: steps.append(1)):
         for _ in range(3):
             with socket.create_connection(place) as client:
-                client.sendall(f"{head}\r\nContent-Length: {len(data)}\r\n\r\n{data}".encode())
+                client.sendall(f"{head}{data}".encode())
                 while httpx2.get(f"{address}/health").json()["running"] < 3:
                     pass
             while httpx2.get(f"{address}/health").json() != IDLE:
