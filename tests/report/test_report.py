@@ -125,6 +125,17 @@ def test_the_finding_tells_overfitting_from_another_text(fit, losses, sizes, sai
     assert re.search(said, finding(read_run(run, "a")))
 
 
+def test_the_last_evaluation_counts_by_its_loss_over_the_text_of_the_others(fit):
+    run = fit("--steps 1")
+    rows = [{"step": i, "val_loss": 2.0 - i, "val_tokens": 9, "tokens": i} for i in range(3)]
+    log(run, *rows, rows[0] | {"step": 3, "val_tokens": 50, "val_loss_compared": 1.0})
+    found = read_run(run, "a")
+    assert re.search(
+        r"lowest at step 2: 0.0000; at step 3 it was 1.0000.* 50 tokens", finding(found)
+    )
+    assert (found.best, found.apart.tolist()) == (2, [3])
+
+
 @pytest.mark.parametrize("lost", ["metrics.jsonl", "samples.txt", "manifest.json", "checkpoints/*"])
 def test_what_is_missing_is_a_note(fit, lost):
     run = fit()
