@@ -164,6 +164,7 @@ def test_the_estimate_is_what_the_tensors_take(recompute, changes, within):
         ("gpt2-1558m --gpu 4090", "memory", "--train.recompute full, or --parallel.kind fsdp"),
         ("baby --gpu h100 --gpus 3", "batch", "--train.batch-tokens 3840"),
         ("baby --gpu h100 --data.source prepared:x", "data", "get SOURCE and run python -m "),
+        ("gpt2-124m --gpu 48 --data.source prepared", "data", "python -m fastgpt.prepare FILE"),
     ],
 )
 def test_what_does_not_fit_does_with_its_cure(argv, check, cure, capsys):
@@ -189,6 +190,16 @@ def test_passes_and_days(tmp_path, monkeypatch, capsys):
     assert told(argv, capsys)["time"]["state"] == "warning"
     other.rename(other.with_name("nvidia-h100-80gb"))
     assert "4,096/s, 2 x the record of 2026-2 on" in told(argv, capsys)["time"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"), [("", "4,384,000/s"), ("--model.num-layers 6", "unknown")]
+)
+def test_a_prediction_is_shown_as_one(flags, rate, capsys):
+    found = told(f"gpt2-124m --gpu h100 --gpus 8 {flags}", capsys)
+    assert (found["time"]["state"], rate in found["time"]["found"]) == ("warning", True)
+    assert ("predicted" in found["time"]["found"]) == (not flags)
+    assert "size is unknown" not in found["data"]["found"]
 
 
 @pytest.mark.parametrize(

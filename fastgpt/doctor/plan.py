@@ -9,6 +9,7 @@ from typing import Any
 
 from fastgpt import cli
 from fastgpt.config.config import Config
+from fastgpt.config.recipes import RECIPES
 from fastgpt.data.corpus import Corpus, has_shards, open_shards
 from fastgpt.device import device
 from fastgpt.doctor.checks import PROBLEM, WARNING, Finding, Found, run
@@ -21,6 +22,7 @@ from fastgpt.train.data import resolve_source
 from fastgpt.train.micro_batch import largest_micro_batch
 
 GPUS = tomllib.loads(Path(device.__file__).with_name("gpus.toml").read_text("utf-8"))
+PREDICTED = GPUS.pop("predicted")
 
 
 def of_run(
@@ -40,7 +42,7 @@ def of_run(
     together = parallelize.non_dp_size(config.parallel, World(size=gpus))
     world = World(size=gpus, local_size=gpus, non_dp_size=together)
     shards = 1 if config.parallel.kind == "ddp" else parallelize.group_size(config.parallel, world)
-    corpus, *fault = prepared(config)
+    corpus, fault = prepared(config)
     vocab = config.model.vocab_size or (corpus.tokenizer.vocab_size if corpus else 256)
     config = replace(config, model=replace(config.model, vocab_size=vocab))
     parallelize.check_combination(config, config.train.precision.replace("auto", "bf16"))
@@ -48,19 +50,19 @@ def of_run(
     tokens = config.epochs * size if config.epochs else config.steps * config.train.batch_tokens
     yield from run(batch, config, world)
     yield from run(memory, config, world, shards, 1e9 * int(GPUS.get(gpu, gpu)))
-    yield from run(data, corpus, tokens, *fault)
+    yield from run(data, corpus, tokens, fault)
     yield from run(time, config, gpu, gpus, rate, tokens)
 
 
-def prepared(config: Config) -> tuple[Corpus | None, str, str]:
-    """Opens data that is prepared, else returns None; and a state, with the fault's message."""
+def prepared(config: Config) -> tuple[Corpus | None, str]:
+    """Opens data that is prepared, else returns None; and the fault's message."""
     warned: list[str] = []
     try:
         where = Path(resolve_source(config.data.source, warned.append)).expanduser()
         corpus = open_shards(where, tokenizer="auto") if has_shards(where) else None
     except UserError as error:
-        return None, PROBLEM, str(error)
-    return corpus, WARNING, "".join(warned)
+        return None, str(error)
+    return corpus, "".join(warned)
 
 
 def batch(config: Config, world: World) -> Found:
@@ -130,24 +132,37 @@ def by_part(config: Config, sequences: int, shards: int, gpu: float) -> dict[str
     }
 
 
-def data(corpus: Corpus | None, tokens: float, state: str, said: str) -> Found:
-    what, (fault, _, cure) = "its size is unknown before a run prepares it", said.rpartition(": ")
+def data(corpus: Corpus | None, tokens: float, said: str) -> Found:
+    fault, _, cure = said.rpartition(": ")  # which may end in words that lead to the cure
+    what = fault.partition(". ")[0] or "its size is unknown before a run prepares it"
     if corpus:
         size = len(corpus.train)
         what = f"{tokens / size:,.2f} passes over {size:,} tokens of {corpus.path}"
-    yield what, (said, state, f"; {fault}", cure)
+    yield what, (said, PROBLEM, "", cure)
 
 
 def time(config: Config, gpu: str, gpus: int, rate: float | None, tokens: float) -> Found:
-    source, cure = "as given", "--tok-per-s X, as the log of a short run shows it"
+    source, doubt = "as given", False
+    cure = "--tok-per-s X, as the log of a short run shows it"
     if rate is None and (row := newest_record(config, gpu)):
         rate = gpus * row["shape"]["B"] * row["shape"]["T"] / row["seconds"]["p50"]
         source = f"{gpus} x the record of {row['run'][:10]} on {row['device']}"
+    elif rate is None and (one := predicted(config, gpu)):
+        rate, doubt = gpus * one, True
+        source = f"predicted, not measured: {gpus} x docs/performance.md's {one:,.0f} of one GPU"
     found = "unknown, as the data's size is" if rate else f"unknown: no record of {gpu}"
     if rate and tokens:
         days = f"{tokens / rate / 86400:,.3g} days"
         found = f"{days} for {tokens:,.0f} tokens at {rate:,.0f}/s, {source}"
-    yield found, (not rate, WARNING, f" with {config.recipe}", cure)
+    words = "" if rate else f" with {config.recipe}"
+    yield found, (doubt or not rate, WARNING, words, cure)
+
+
+def predicted(config: Config, gpu: str) -> float:
+    """Returns the tokens per second predicted of one GPU; 0 if the network is not the recipe's."""
+    model = RECIPES[config.recipe][1].model
+    same = replace(config.model, vocab_size=model.vocab_size) == model
+    return PREDICTED.get(config.recipe, {}).get(gpu, 0) if same else 0
 
 
 def newest_record(config: Config, gpu: str) -> dict[str, Any] | None:
