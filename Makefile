@@ -52,13 +52,18 @@ else
 # write to the last and then becomes the stamp: an install that was cut short leaves no stamp, and
 # a pyproject.toml edited meanwhile is newer than it.
 PY := $(VENV)/bin/python
-env = $(VENV)/.installed-$(1)
+env = $(firstword $(call having,$(1)) $(VENV)/.installed-$(1))
 
 # An environment is used if it is whole, its Python starts, and PYTHON asks for no other version;
 # else it is made anew. Nothing but a virtual environment is written to or removed.
 asked := $(if $(filter file,$(origin PYTHON)),$(PY),$(PYTHON))
 usable := $(shell { [ -e $(VENV)/pyvenv.cfg ] && [ ! -e $(VENV)/.installing ] && $(PY) -Ic 'import pip' \
 	&& [ "$$($(PY) -V)" = "$$($(asked) -V)" ] && echo yes; } 2>/dev/null)
+
+# The stamps of installs that had all extras of $(1).
+stamps := $(if $(usable),$(wildcard $(VENV)/.installed-*))
+words_of = $(subst $(comma), ,$(1))
+having = $(foreach x,$(stamps),$(if $(filter-out $(call words_of,$(x:$(VENV)/.installed-%=%)),$(call words_of,$(1))),,$(x)))
 
 $(call env,%): pyproject.toml constraints.txt simgpu/pyproject.toml $(if $(usable),,.new-venv)
 	@echo $$PPID >$(VENV)/.installing
@@ -126,6 +131,8 @@ ARCH ?= 90
 
 .check-op:
 	@$(if $(filter $(ops),$(OP)),,$(call fail,OP=$(OP) is no op; expected one of: $(ops)))
+	@grep -q '^from \.$(OP)\.spec ' kernels/specs.py || $(call fail,add $(OP) to kernels/specs.py: \
+	the checks read its SPECS there)
 
 # --- targets -----------------------------------------------------------------------------------
 
@@ -146,13 +153,13 @@ test: $(call env,dev) ## run the tests that this machine can run, but for the sl
 test-full: $(call env,dev) ## run all tests that this machine can run
 	$(PY) -m pytest -q -n auto --maxprocesses 4 $(ARGS)$(call then_on_cuda,gpu)
 
-op: .check-op $(call env,dev) ## check one op in a minute: lint, conformance, compiled cases, registers; OP=norm
-	$(PY) -m ruff check kernels/$(OP)
-	$(PY) -m ruff format --check kernels/$(OP)
-	$(PY) -m pyright --pythonpath "$$(command -v $(PY))" fastgpt/kernels/$(OP)
+op: .check-op $(call env,dev) ## check one op in a minute: conformance, compiled cases, registers, lint; OP=norm
 	$(PY) $(conformance) -m "not gpu" -k "not fp16" --dist worksteal --durations 3 $(ARGS)
 	$(if $(has_kernels),$(PY) $(conformance) -m quick --execute sm_90)
 	$(if $(has_kernels),$(PY) -m kernels.aot --op $(OP) --arch $(ARCH) --changed)
+	$(PY) -m ruff check kernels/$(OP)
+	$(PY) -m ruff format --check kernels/$(OP)
+	$(PY) -m pyright --pythonpath "$$(command -v $(PY))" fastgpt/kernels/$(OP)
 
 budget: $(call env,dev) ## do changed kernels need more registers, memory or instructions? (ARGS=--record accepts it)
 	$(PY) -m kernels.aot --changed $(ARGS)

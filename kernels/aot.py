@@ -223,9 +223,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"sm_{row.arch} {row.key}: {'; '.join(row.problems)}")
     unknown = sum(row.key not in budget.get(str(row.arch), {}) for row in rows)
     settings = len({config.settings for config in configs})
+    cure = " (make budget ARGS=--record writes it)" if unknown else ""
     print(
         f"{len(rows)} variants of {settings} configurations, {len(wrong)} wrong, "
-        f"{unknown} without a recorded budget"
+        f"{unknown} without a recorded budget{cure}"
     )
     return 1 if wrong else 0
 

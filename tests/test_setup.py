@@ -59,6 +59,8 @@ class Checkout:
         spec = self.root / "kernels" / name / "spec.py"
         spec.parent.mkdir(parents=True)
         spec.write_text("@triton.jit\n")
+        with (self.root / "kernels" / "specs.py").open("a") as file:
+            file.write(f"from .{name}.spec import SPECS\n")
 
     def make(self, args: str, fails: str | None = None, **environ: object) -> list[str]:
         """Returns the arguments of Python in `make`; with `fails` it must fail and print that."""
@@ -83,7 +85,7 @@ def checkout(tmp_path) -> Checkout:
         [("train", [VENV, CORE, TRAIN]), ("train", [TRAIN]), ("test", [DEV, TEST])],
         [("test", [VENV, DEV, TEST]), ("test", [TEST]), ("train", [TRAIN])],
         [("setup", [VENV, DEV]), ("train RECIPE=pubmed", ["train.py pubmed"])],
-        [("setup EXTRAS=dev,data", [VENV, BOTH]), ("train", [TRAIN]), ("test", [DEV, TEST])],
+        [("setup EXTRAS=dev,data", [VENV, BOTH]), ("train", [TRAIN]), ("test", [TEST])],
         [("setup PYTHON=new", [VENV, DEV]), ("setup", []), ("setup PYTHON=new", [])],
         [("setup", [VENV, DEV]), ("setup PYTHON=python3", []), ("setup PYTHON=new", [VENV, DEV])],
     ],
@@ -193,6 +195,8 @@ def test_an_extra_that_does_not_exist_is_named_beside_those_that_do(checkout):
 def test_an_op_that_does_not_exist_is_named_beside_those_that_do(checkout, args):
     checkout.add_op("norm")
     checkout.add_op("rotary")
+    (checkout.root / "kernels" / "specs.py").write_text("from .rotary.spec import SPECS\n")
+    assert checkout.make("op OP=norm", fails="error: add norm to kernels/specs.py") == []
     given = args.partition(" ")[2] or "OP="
     message = f"error: {given} is no op; expected one of: norm rotary\n"
     assert checkout.make(args, fails=message) == []

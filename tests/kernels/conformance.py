@@ -386,6 +386,7 @@ def bad_arguments_are_named(spec: Spec, problem: Problem, device: str) -> None:
         for kind, bad in wrong.items():
             with launches(), pytest.raises(ValueError, match=r"^\w+: expected ") as said:
                 op(*{**inputs, name: bad}.values())
+                pytest.fail(f"{name} of wrong {kind} {(*bad.shape,)}, {bad.dtype}: nothing raised")
             message = str(said.value)
             assert message.split(":")[0] in inputs, (name, kind, message)
             assert "\n" not in message
@@ -394,6 +395,7 @@ def bad_arguments_are_named(spec: Spec, problem: Problem, device: str) -> None:
             with pytest.raises(ValueError, match=r"^\w+: expected "):
                 # any number of rows or of columns may do, but not of both
                 _ = [op(*{**inputs, name: bad}.values()) for bad in grown]
+                pytest.fail(f"{name} with one more row, or one more column: nothing raised")
 
 
 ANYWHERE: tuple[Check, ...] = (

@@ -157,5 +157,6 @@ def test_a_fault_is_noticed(fault, check, device, monkeypatch):
     monkeypatch.setattr(f"{__name__}.FAULTS", {fault})
     with pytest.raises(
         (AssertionError, RuntimeError, OpCheckError, FaultError, pytest.fail.Exception)
-    ):
+    ) as said:
         CHECKS[check](DOUBLE, DOUBLE.problems["typical"], device)
+    assert fault != "checks" or str(said.value).startswith("x of wrong dtype (")
