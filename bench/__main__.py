@@ -35,6 +35,8 @@ CPU_STEPS: dict[str, dict[str, Any]] = {
 class Bench:
     """Times every op and the training step beside PyTorch and other libraries."""
 
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Ops, such as relu2, or patterns as of --only."""
     only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Measure only cases whose names match a pattern: 'attention/*', '*/gpt2-124m/bf16', 'step/*'.
 
@@ -73,6 +75,8 @@ class Bench:
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 2:
             raise UserError(f"--rounds is {self.rounds}: expected 2 or more")
+        named = tuple(name if "/" in name else f"{name}/*" for name in self.names)
+        object.__setattr__(self, "only", self.only + named)
         if self.publish and self.out is not None:
             raise UserError("--publish and --out are both given: expected one of them")
 
@@ -142,28 +146,31 @@ def run_cases(
         rows += found
         before = after
         took = time.perf_counter() - start
-        print(f"{number}/{len(todo)} {case.name}: {outcome(found)}, {took:.1f} s", flush=True)
+        print(f"{number}/{len(todo)} {case.name}: measured in {took:.1f} s", flush=True)
     return rows
 
 
 def outcome(found: list[measure.Row]) -> str:
-    """Describes in a few words what was measured of a case."""
+    """Describes in a few words how long the last pass of a case took, ours and the best peer's."""
     timed = [row for kind, row in found if kind == "op"]
     last = {row["implementation"]: row["device_s"]["p50"] for row in timed}  # of the last pass
     if "ours" not in last:
         return next((row["reason"] for kind, row in found if kind == "refused"), "not timed")
-    ms = f"{timed[-1]['pass']} {last['ours'] * 1e3:.3g} ms"
+    ms = f"{timed[-1]['pass']}: ours {last['ours'] * 1e3:.3g} ms"
     others = {name: seconds for name, seconds in last.items() if name != "ours"}
     if not others:
         return ms
     best = min(others, key=others.__getitem__)
-    return f"{ms}, {others[best] / last['ours']:.2f}x {best}"
+    its = others[best]
+    return f"{ms}, best peer {best} {its * 1e3:.3g} ms, {its / last['ours']:.2f}x"
 
 
 def print_rows(rows: list[measure.Row]) -> None:
     """Prints the times as a table, followed by the implementations that were refused."""
-    lines = []
+    lines, before = [], None
     for row in (row for kind, row in rows if kind == "op"):
+        lines += [()] * (before not in (None, row["case"]))
+        before = row["case"]
         times = " ".join(f"{row['device_s'][p] * 1e3:.3g}" for p in ("p20", "p50", "p80"))
         cells = (row["case"], row["pass"], row["implementation"], times)
         lines.append((*cells, tables.rate(row), f"{row['share']:.0%}"))
@@ -179,7 +186,7 @@ def main(argv: list[str]) -> int:
     todo, steps = chosen(bench, on), chosen_steps(bench, on)
     if not todo and not steps:
         raise UserError(
-            f"--only {' '.join(bench.only)}: expected"
+            f"{' '.join(bench.only)}: expected"
             f" {' or '.join(f'step/{name}' for name in CPU_STEPS)} (only on a CPU);"
             " for other steps use python -m bench.step"
         )
@@ -206,6 +213,8 @@ def main(argv: list[str]) -> int:
             continue
         asked = step.StepBench(recipe=recipe, nanogpt=bench.nanogpt, out=bench.out)
         step.run(replace(asked, **CPU_STEPS[recipe]))
+    for case in todo if rows else ():
+        print(f"{case.name} {outcome([r for r in rows if r[1]['case'] == case.name])}")
     print(writer.path)
     wrong = any(kind == "refused" and row["implementation"] in report.OURS for kind, row in rows)
     if bench.out is None:

@@ -166,5 +166,5 @@ def cases(
         found = [case for case in found if case.name in names]
     chosen = [c for c in found if not only or any(fnmatch.fnmatch(c.name, p) for p in only)]
     if not chosen:
-        raise UserError(f"--only {' '.join(only)} matches no case; --list shows all")
+        raise UserError(f"{' '.join(only)} matches no case; --list shows all")
     yield from chosen

@@ -14,7 +14,7 @@ from fastgpt.errors import UserError
     [
         ("__main__", "--rounds many", "--rounds is ['many']: expected an integer or None"),
         ("__main__", "--quik", "Unrecognized options: --quik; Perhaps you meant: --quick"),
-        ("__main__", "--only step/nothing", "--only step/nothing: expected step/shakespeare-cpu"),
+        ("__main__", "--only step/nothing", "step/nothing: expected step/shakespeare-cpu"),
         ("step", "--starts 3", "--starts is '3': expected"),
         ("step", "gpt3", "unknown recipe 'gpt3'"),
         ("step", "--contenders eagre", "unknown contender 'eagre'; did you mean 'eager'"),

@@ -384,7 +384,7 @@ def bad_arguments_are_named(spec: Spec, problem: Problem, device: str) -> None:
         if len(inputs) > 1:
             wrong["device"] = x.to("meta")
         for kind, bad in wrong.items():
-            with launches(), pytest.raises(ValueError, match=r"^\w+: expected ") as said:
+            with launches(), pytest.raises(ValueError, match=r"^\w+: expected ") as said:  # noqa: PT012
                 op(*{**inputs, name: bad}.values())
                 pytest.fail(f"{name} of wrong {kind} {(*bad.shape,)}, {bad.dtype}: nothing raised")
             message = str(said.value)
@@ -392,7 +392,7 @@ def bad_arguments_are_named(spec: Spec, problem: Problem, device: str) -> None:
             assert "\n" not in message
         if len(inputs) > 1:
             grown = [torch.cat((x, x.narrow(dim, 0, 1)), dim) for dim in (-1, 0)]
-            with pytest.raises(ValueError, match=r"^\w+: expected "):
+            with pytest.raises(ValueError, match=r"^\w+: expected "):  # noqa: PT012
                 # any number of rows or of columns may do, but not of both
                 _ = [op(*{**inputs, name: bad}.values()) for bad in grown]
                 pytest.fail(f"{name} with one more row, or one more column: nothing raised")
