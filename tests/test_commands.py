@@ -104,6 +104,7 @@ EXEMPT = {
     r"make notebook": "that job runs it; tests/test_examples.py runs its code",
     r"python -m fastgpt.serve": "serves until it is stopped: tests/serve",
     r"make simgpu": "makes an environment of its own, of 2 GB: the part simgpu of .ci/run",
+    r"make real": "installs a model: the workflow's job slow",
     r"make op": "the part gate of .ci/run runs it",
     r"make budget ARGS=--record": "replaces the budget, for two versions of Triton",
     r"python -m kernels.upgrade": "installs two versions of Triton: tests/proof/test_upgrade.py",

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -276,6 +277,7 @@ def config_from(settings: Settings) -> tuple[ModelConfig, Family, list[str]]:
 # --- tensors --------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4)
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Returns the shapes of a model's weights, without padding of the vocabulary."""
     try:

@@ -280,7 +280,7 @@ def _mapped(
     maps = tensor_maps(family, config)
     for tensor_map in maps.values():
         for name, shape in zip(tensor_map.names, tensor_map.shapes()):
-            if name not in stored:
+            if name not in stored.plan:  # `in stored` would read it
                 raise UserError(f"{path} has no tensor {name}, which its settings ask for")
             _check(path, name, stored, tensor_map, shape)
     used = {name for tensor_map in maps.values() for name in tensor_map.names}
