@@ -205,7 +205,7 @@ def test_a_prediction_is_shown_as_one(flags, rate, capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("nope --gpu h100", "unknown recipe 'nope'"), ("baby --gpu h100 --nope 1", "--nope"),
+        ("nope", "unknown recipe 'nope'"), ("baby --gpu h100 --nope 1", "--nope"),
         ("baby --gpu h10", "unknown --gpu 'h10'; did you mean 'h100'"),
         ("--gpus 8", "expected a recipe before"),
         ("baby --gpu h100 --tok-per-s nan", "--tok-per-s is nan: expected a number greater than 0"),

@@ -33,12 +33,12 @@ def of_run(
     Raises:
         UserError: an argument is unknown or impossible, or settings do not go together.
     """
+    config = cli.parse([recipe, "--init-from", "None", *settings])  # a recipe's is a download
     if gpu not in GPUS and not gpu.isdecimal():
         raise unknown_name("--gpu", gpu, GPUS, "its memory in GB, such as 48")
     for flag, value in (("--gpus", gpus), ("--tok-per-s", rate)):
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{flag} is {value}: expected a number greater than 0")
-    config = cli.parse([recipe, "--init-from", "None", *settings])  # a recipe's is a download
     together = parallelize.non_dp_size(config.parallel, World(size=gpus))
     world = World(size=gpus, local_size=gpus, non_dp_size=together)
     shards = 1 if config.parallel.kind == "ddp" else parallelize.group_size(config.parallel, world)
