@@ -184,7 +184,8 @@ def read_gguf(path: Path) -> tuple[Settings, Weights, Tokenizer, dict[str, str]]
         try:
             x = torch.tensor(gguf.dequantize(stored[name].data, stored[name].tensor_type))
         except NotImplementedError as error:
-            raise UserError(f"{path}: {name}: {error}: expected F32, F16, BF16 or Q8_0") from error
+            known = "F32, F16, BF16, Q8_0, Q4_0 or Q4_1"
+            raise UserError(f"{path}: {name}: {error}: expected {known}") from error
         if family is LLAMA and ("q_proj" in name or "k_proj" in name):  # see write_gguf
             pairs = x.unflatten(0, (-1, config.head_dim // 2, 2))
             return pairs.transpose(1, 2).reshape(x.shape)
