@@ -163,9 +163,8 @@ def test_bad_input_is_one_line(settings, argv, error, pair, capfd, monkeypatch):
     assert re.fullmatch(rf"error: .*{re.escape(error)}.*\n", capfd.readouterr().err)
 
 
-def test_records_of_other_types_are_left_out(fit, tmp_path, capsys):
-    a = fit("--steps 4")
-    b = shutil.copytree(a, tmp_path / "b")
+def test_records_of_other_types_are_left_out(pair, capsys):
+    a, b = pair()
     with (b / "metrics.jsonl").open("a") as file:
         for damage in ({"step": "x"}, {"train_loss": "2"}, {"val_loss": [1]}, {"tok_per_s": "5"}):
             file.write(json.dumps({"step": 3, "tokens": 9} | damage) + "\n")

@@ -32,7 +32,6 @@ HARMLESS = re.compile(
 )
 """Names of what changes no weight; the text that `data.source` names has a digest."""
 TEXT = ("data.sha256", "data.tokenizer", "data.weights")
-WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +109,11 @@ def facts(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def table(every: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Returns lines with what differs, the losses and the speed; long values take several."""
+    """Returns lines of up to 100 columns: what differs, the losses and the speed."""
     always = ("training", "validation", "speed")
     shown = {name: x for name, x in every.items() if x[0] != x[1] or name.startswith(always)}
     first = max(map(len, shown), default=0)
-    width = (WIDTH - first) // 2 - 2
+    width = (100 - first) // 2 - 2
     lines: list[tuple[str, ...]] = [("", "A", "B")]
     for name, values in shown.items():
         short = (re.sub(r"[0-9a-f]{40,}", lambda found: found[0][:16], str(x)) for x in values)

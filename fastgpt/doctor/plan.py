@@ -142,20 +142,20 @@ def data(corpus: Corpus | None, tokens: float, said: str) -> Found:
 
 
 def time(config: Config, gpu: str, gpus: int, rate: float | None, tokens: float) -> Found:
-    source, doubt = "as given", False
+    source, doubt = "as given", rate is None
     cure = "--tok-per-s X, as the log of a short run shows it"
     if rate is None and (row := newest_record(config, gpu)):
         rate = gpus * row["shape"]["B"] * row["shape"]["T"] / row["seconds"]["p50"]
         source = f"{gpus} x the record of {row['run'][:10]} on {row['device']}"
+        doubt = False
     elif rate is None and (one := predicted(config, gpu)):
-        rate, doubt = gpus * one, True
+        rate = gpus * one
         source = f"predicted, not measured: {gpus} x docs/performance.md's {one:,.0f} of one GPU"
     found = "unknown, as the data's size is" if rate else f"unknown: no record of {gpu}"
     if rate and tokens:
         days = f"{tokens / rate / 86400:,.3g} days"
         found = f"{days} for {tokens:,.0f} tokens at {rate:,.0f}/s, {source}"
-    words = "" if rate else f" with {config.recipe}"
-    yield found, (doubt or not rate, WARNING, words, cure)
+    yield found, (doubt, WARNING, "" if rate else f" with {config.recipe}", cure)
 
 
 def predicted(config: Config, gpu: str) -> float:

@@ -22,11 +22,10 @@ from fastgpt.logs.metrics import CLOSE_S, parse_records
 from fastgpt.terminal import print_line
 
 SHOWN = {
-    "train_loss": "loss/train", "val_loss": "loss/val", "val_losses": "loss/val",
+    "train_loss": "loss/train", "val_loss": "loss/val", "val_losses": "loss/val_corpus",
     "eval_train_loss": "loss/eval_train", "val_bits_per_byte": "loss/val_bits_per_byte",
-    "lr": "optim/lr", "muon_lr": "optim/muon_lr", "grad_norm": "optim/grad_norm",
-    "tok_per_s": "speed/tok_per_s", "mfu": "speed/mfu", "data_wait": "speed/data_wait",
-    "peak_memory_gib": "speed/peak_memory_gib",
+    **{name: f"optim/{name}" for name in ("lr", "muon_lr", "grad_norm")},
+    **{name: f"speed/{name}" for name in ("tok_per_s", "mfu", "data_wait", "peak_memory_gib")},
 }  # fmt: skip
 """Names that trackers show, grouped so that losses come first; all others are in `run`."""
 LOOK_S = 5.0
@@ -85,17 +84,11 @@ def follow(name: str, run: Path) -> None:
             last = new[-1][0]
             write_atomically(state, json.dumps([id, last]).encode())
         for (step, _), record in new:
-            show(_numbers(record), step)
+            record = {SHOWN.get(key, f"run/{key}"): x for key, x in record.items()}
+            lists = [(name, x) for name, x in record.items() if isinstance(x, list)]
+            record |= {f"{name}/{i}": x for name, values in lists for i, x in enumerate(values)}
+            show({k: x for k, x in record.items() if isinstance(x, float | int)}, step)
     close()
-
-
-def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record, and those in its lists, by the names that are shown."""
-    found = dict[str, Any]()
-    for key, x in record.items():
-        name = SHOWN.get(key, f"run/{key}")
-        found |= {f"{name}/{i}": y for i, y in enumerate(x)} if isinstance(x, list) else {name: x}
-    return {name: x for name, x in found.items() if isinstance(x, float | int)}
 
 
 def _await_end(ended: threading.Event) -> None:

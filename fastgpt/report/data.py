@@ -47,12 +47,6 @@ class Run:
         return int(np.nan_to_num(self.columns["compared"], nan=np.inf).argmin())
 
     @property
-    def apart(self) -> np.ndarray:
-        """Places of validation losses over other text, which cannot be compared with the others."""
-        loss, compared = (self.columns[name] for name in ("val_loss", "compared"))
-        return np.flatnonzero(np.isfinite(loss) & (loss != compared))
-
-    @property
     def checkpoint(self) -> Path:
         """Checkpoint of the lowest validation loss, or where there is none the run itself."""
         best = self.path / "checkpoints" / "best"
@@ -105,10 +99,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _columns(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns the figures, and of our own `compared`, `smoothed` and `seconds`.
-
-    These are the validation losses that can be compared, the training loss, and the time.
-    """
+    """Returns the figures, `compared` validation losses, `smoothed` losses, and the `seconds`."""
     columns = dict[str, np.ndarray]()
     for name in LOGGED:
         values = [record.get(name) for record in records]

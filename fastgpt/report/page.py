@@ -95,12 +95,14 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
 
 def finding(run: Run) -> str:
     """Says in words how the validation loss went, and since when the model has overfitted."""
-    known, steps, sizes = (run.columns[x] for x in ("compared", "step", "val_tokens"))
-    at, other = np.isfinite(known), ""
-    step, loss = steps[at], known[at]
-    if len(step) and len(apart := run.apart):
-        used = f"At step {steps[apart[-1]]:,.0f} the evaluation used {sizes[apart[-1]]:,.0f} tokens"
-        other = f" {used}, the others {sizes[at][0]:,.0f}: its loss is not comparable."
+    losses, compared = run.columns["val_loss"], run.columns["compared"]
+    at, apart, other = np.isfinite(compared), np.isfinite(losses) & (losses != compared), ""
+    step, loss, size = (run.columns[name][at] for name in ("step", "compared", "val_tokens"))
+    if at.any() and apart.any():
+        names = ("step", "val_tokens", "val_loss")
+        when, used, alone = (run.columns[name][apart][-1] for name in names)
+        other = f" At step {when:,.0f} the loss over {used:,.0f} tokens was {alone:.4f},"
+        other += f" not comparable with those over {size[0]:,.0f}."
     if len(loss) < 3:
         few = counted(len(loss), "comparable evaluation")
         return f"{few} of the validation loss: too few to tell whether the model overfits.{other}"

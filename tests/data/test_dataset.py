@@ -210,7 +210,7 @@ def test_run_over_a_mixture_scores_each_corpus_and_goes_on_where_it_was(fit, two
             assert record["val_tokens"] == 71 + 227
             assert "val_bits_per_byte" not in record
     board = EventAccumulator(str(whole)).Reload()
-    shown = [event.value for event in board.Scalars("loss/val/1")]
+    shown = [event.value for event in board.Scalars("loss/val_corpus/1")]
     assert shown == pytest.approx([pair[1] for pair in series(whole, "val_losses").values()])
     manifest = json.loads((whole / "manifest.json").read_text())["data"]
     assert manifest["weights"] == [0.75, 0.25]

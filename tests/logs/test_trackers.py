@@ -48,8 +48,8 @@ def in_trackio(run):
 
 
 FIGURES = {"train_loss": "loss/train", "lr": "optim/lr", "grad_norm": "optim/grad_norm",
-           "val_loss": "loss/val", "val_losses/0": "loss/val/0", "val_losses/1": "loss/val/1",
-           "epoch": "run/epoch"}  # fmt: skip
+           "val_loss": "loss/val", "epoch": "run/epoch",
+           **{f"val_losses/{i}": f"loss/val_corpus/{i}" for i in range(2)}}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -114,10 +114,7 @@ def test_faults_are_counted(faults):
     _, printed, rows = faults
     assert rows.keys() == FOUND.keys()
     assert rows["sound"]["mma"].keys() == {"HGMMA"}
-    assert (
-        "5 variants of 4 configurations, 5 wrong, 4 without a recorded budget (make budget"
-        in printed
-    )
+    assert "5 variants of 4 configurations, 5 wrong, 4 without a recorded budget (make" in printed
 
 
 def test_loops_are_counted_by_unit(faults):
