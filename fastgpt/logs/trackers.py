@@ -23,7 +23,8 @@ from fastgpt.terminal import print_line
 
 SHOWN = {
     "train_loss": "loss/train", "val_loss": "loss/val", "val_losses": "loss/val_corpus",
-    "eval_train_loss": "loss/eval_train", "val_bits_per_byte": "loss/val_bits_per_byte",
+    "val_loss_compared": "loss/val_compared", "eval_train_loss": "loss/eval_train",
+    "val_bits_per_byte": "loss/val_bits_per_byte",
     **{name: f"optim/{name}" for name in ("lr", "muon_lr", "grad_norm")},
     **{name: f"speed/{name}" for name in ("tok_per_s", "mfu", "data_wait", "peak_memory_gib")},
 }  # fmt: skip
