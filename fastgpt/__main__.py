@@ -1,6 +1,6 @@
 """The commands of fastgpt; each shows its flags with --help.
 
-python -m fastgpt.train [RECIPE]            train a model, as train.py does
+python -m fastgpt.cli [RECIPE]              train a model, as train.py does
 python -m fastgpt.prepare SOURCE --out DIR  tokenize a corpus, for many runs
 python -m fastgpt.data DIR                  show and check prepared data
 python -m fastgpt.doctor [RECIPE]           check this machine, or if a run fits

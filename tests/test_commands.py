@@ -61,7 +61,7 @@ SHORTER = [
     (r"chats.jsonl.*", r"\g<0> --model.context 96 --train.batch-tokens 192"),
     (r"--tokens \d+", "--tokens 2"),
     (r"fastgpt\.sample RUN", f"fastgpt.sample {RUN}"),
-    (r"(fastgpt\.doctor) gpt2-1558m .*$", r"\1 gpt2-1558m --gpu h100"),
+    (r"(fastgpt\.doctor) gpt2-1558m .*$", r"\1 baby --gpu h100"),
     (r"(fastgpt\.compare) \S+ \S+(.*)$", rf"\1 {RUN} {RUN}\2 --steps 1"),
     (r"runs/wider\b", RUN),
     (r"^python -m kernels\.aot( --static)?$", r"\g<0> --only _norm_sum"),

@@ -165,7 +165,9 @@ def test_other_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch):
         ):
             fastgpt.load(file)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"a GGUF file needs the package gguf: pip install"):
+    with pytest.raises(
+        UserError, match=r"a GGUF file needs the package gguf: make setup EXTRAS=gguf"
+    ):
         read(str(file))
 
 

@@ -186,7 +186,7 @@ def test_epochs_over_a_small_set_are_counted_and_shown(fit, capfd):
     assert series(run, "epoch") == {step: pytest.approx(step / 5) for step in range(1, 9)}
     out = capfd.readouterr().out
     assert "step      7/8  loss" in out
-    assert "epoch 1.40  data wait" in out
+    assert "epoch 1.40  grad norm" in out
     waits = series(run, "data_wait")
     assert len(waits) == 8
     assert all(0 <= share <= 1 for share in waits.values())

@@ -46,7 +46,9 @@ def test_documents_have_the_tokenizer_of_the_recipe(tiny, tmp_path, monkeypatch,
     write_documents(tmp_path / "x.jsonl", texts(400))
     argv = tiny(f"--data.source {tmp_path / 'x.jsonl'}", flags)
     with (
-        nullcontext() if not flags else pytest.raises(UserError, match=r"; --data.tokenizer bytes")
+        nullcontext()
+        if not flags
+        else pytest.raises(UserError, match=r"with --data.tokenizer bytes")
     ):
         assert Engine(parse(argv)).data.tokenizer.kind == "bytes"
 

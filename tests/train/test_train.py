@@ -162,8 +162,8 @@ def test_label_smoothing_and_z_loss_reach_the_training_loss_alone(fit, tiny, tmp
 def test_metrics_have_the_promised_keys(fit):
     records = read_records(fit("--log-every 2") / "metrics.jsonl")
     keys = "train_loss tok_per_s epoch data_wait mfu lr grad_norm"
-    train = {"step", "tokens", *keys.split()}
-    val = {"step", "tokens", "val_loss", "val_bits_per_byte", "val_tokens"}
+    train = {"step", "tokens", "time", "muon_lr", *keys.split()}
+    val = {"step", "tokens", "time", "val_loss", "val_bits_per_byte", "val_tokens"}
     kinds = [(0, val), *((s, train) for s in (1, 2, 4)), (4, val), (6, train), (8, train), (8, val)]
     assert [(r["step"], set(r)) for r in records] == kinds
     assert all(r["tokens"] == 128 * r["step"] for r in records)
@@ -204,7 +204,7 @@ def test_throughput_is_of_training_alone(fit, monkeypatch):
     By the clock of this test a step lasts 0.1 s, a save 0.5 s.
     """
     clock = mock.Mock(now=0.0)
-    clock.perf_counter = lambda: clock.now
+    clock.perf_counter = clock.monotonic = lambda: clock.now
 
     def forward(model, *_, **__):
         clock.now += 0.1 if model.training else 0.3
@@ -232,9 +232,12 @@ def test_throughput_is_of_training_alone(fit, monkeypatch):
 def test_tensorboard_holds_what_metrics_hold(fit):
     run = fit("--track tensorboard")
     board = EventAccumulator(str(run)).Reload()
-    for tag in ("train_loss", "val_loss", "val_bits_per_byte", "tok_per_s", "mfu", "lr"):
+    for tag in ("loss/val_bits_per_byte", "speed/tok_per_s", "speed/mfu", "optim/lr"):
         written = {event.step: event.value for event in board.Scalars(tag)}
-        assert written == pytest.approx(series(run, tag), rel=1e-6)
+        assert written == pytest.approx(series(run, tag.split("/")[1]), rel=1e-6)
+    for kind in ("train", "val"):
+        written = {event.step: event.value for event in board.Scalars(f"loss/{kind}")}
+        assert written == pytest.approx(series(run, f"{kind}_loss"), rel=1e-6)
 
 
 def test_manifest_says_what_ran(tiny, text):

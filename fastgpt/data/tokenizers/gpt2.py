@@ -68,8 +68,8 @@ class GPT2Tokenizer(Tokenizer):
         """
         path = published_file(
             "vocab.bpe", GPT2_URL, sha256=GPT2_SHA256, what="GPT-2's",
-            instead="--data.tokenizer bytes (fastgpt.prepare: --tokenizer bytes) needs no file;"
-            " vocab.bpe, as OpenAI published it,",
+            instead="vocab.bpe, as OpenAI published it (none is needed with --data.tokenizer bytes;"
+            " fastgpt.prepare: --tokenizer bytes),",
         )  # fmt: skip
         _, *merges = path.read_text(encoding="utf-8").splitlines()
         of_letter = {letter: byte for byte, letter in LETTERS.items()}
