@@ -354,13 +354,14 @@ class Trainer:
             bits_per_byte = loss / math.log(2) / engine.data.val_bytes_per_token
             record["val_bits_per_byte"] = bits_per_byte
             bits = f"  {bits_per_byte:.4f} bits per byte"
-        record["tokens"] = engine.tokens
+        record["tokens"], also = engine.tokens, ""
         if self._scores_other_text(tokens, results):
             same = engine.evaluate("val", data.eval_tokens, self.stop, self._doing)
             record["val_loss_compared"] = self._weighted(same)
+            also = f"; {record['val_loss_compared']:.4f} for those of the other evaluations"
         self.display.line(
             f"step {step:>6}  epoch {max(engine.epochs()):.2f}  val loss {loss:.4f}  "
-            f"perplexity {perplexity(loss):.2f}{bits}  ({record['val_tokens']:,} tokens)"
+            f"perplexity {perplexity(loss):.2f}{bits}  ({record['val_tokens']:,} tokens{also})"
         )
         if self.log is not None:
             self.log.write(record)
