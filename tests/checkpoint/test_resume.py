@@ -177,8 +177,10 @@ def test_second_signal_ends_the_process(stop):
 
 def test_a_signal_that_a_wrapper_passes_on_again_is_one_request(stop):
     _, said = stop
-    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    again = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    again.start()
     signal.raise_signal(signal.SIGINT)
+    again.join()
     assert [line[:7] for line in said] == ["SIGINT:"]
     with pytest.raises(KeyboardInterrupt):  # later ones count
         signal.raise_signal(signal.SIGINT)
