@@ -12,7 +12,7 @@ from fastgpt.convert.families import GPT2, LLAMA, QWEN3, family_for, tensor_maps
 from fastgpt.convert.foreign import gguf_package
 from fastgpt.convert.source import OpenedModel
 from fastgpt.convert.target import begin_and_end, renamed
-from fastgpt.data.tokenizers.gpt2 import LETTERS
+from fastgpt.data.tokenizers.huggingface import LETTERS
 from fastgpt.errors import UserError, shown
 from fastgpt.sampling.chat import text_elsewhere
 

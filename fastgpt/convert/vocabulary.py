@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from fastgpt.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, CharTokenizer, Tokenizer
-from fastgpt.data.tokenizers.gpt2 import LETTERS, GPT2Tokenizer
-from fastgpt.data.tokenizers.huggingface import byte_level
+from fastgpt.data.tokenizers.gpt2 import GPT2Tokenizer
+from fastgpt.data.tokenizers.huggingface import LETTERS, byte_level
 
 
 def write(tokenizer: Tokenizer, folder: Path, context: int) -> None:

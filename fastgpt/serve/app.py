@@ -31,9 +31,7 @@ from starlette.requests import ClientDisconnect
 from torch import Tensor
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fastgpt.data.tokenizers import ByteTokenizer, Tokenizer
-from fastgpt.data.tokenizers.gpt2 import LETTERS, GPT2Tokenizer
-from fastgpt.data.tokenizers.huggingface import JsonTokenizer
+from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError, shown
 from fastgpt.model.drawing import OPTIONS
 from fastgpt.model.generation import check_tokens
@@ -63,7 +61,6 @@ STATUSES = {
     UserError: 400, ValidationError: 400, ClientDisconnect: 400, Full: 429, OSError: 503,
     Exception: 500,
 }  # fmt: skip
-BYTES = {letter: byte for byte, letter in LETTERS.items()}
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -324,7 +321,7 @@ class Server:
 
     def _choice(self, asked: Either, index: int, piece: Piece, **role: str) -> dict[str, Any]:
         """Returns a piece, or a whole text, in OpenAI's form."""
-        tokens, logprobs, decode = piece.tokens, None, partial(_shown_token, self.tokenizer)
+        tokens, logprobs, decode = piece.tokens, None, partial(shown_token, self.tokenizer)
 
         def entry(id: int, logprob: float) -> dict[str, Any]:
             token, data = decode(id)
@@ -348,23 +345,10 @@ class Server:
         return {"index": index, "finish_reason": piece.finish, "logprobs": logprobs, **said}
 
 
-def _shown_token(tokenizer: Tokenizer, id: int) -> tuple[str, bytes]:
+def shown_token(tokenizer: Tokenizer, id: int) -> tuple[str, bytes]:
     """Returns the text of a token, `bytes:\\xe2` for a part of a character, and its bytes."""
-    text = tokenizer.decode([id])
-    data = text.encode(errors="surrogatepass")
-    if REPLACEMENT not in text:
-        return text, data
-    if isinstance(tokenizer, ByteTokenizer):
-        data = bytes([id])
-    elif isinstance(tokenizer, GPT2Tokenizer):
-        data = tokenizer.tokens[id]
-    elif isinstance(tokenizer, JsonTokenizer):
-        word = tokenizer._tokenizer.id_to_token(id) or ""
-        if found := re.fullmatch("<0x(..)>", word):
-            data = bytes.fromhex(found[1])
-        elif BYTES.keys() >= {*word}:
-            data = bytes(BYTES[letter] for letter in word)
-    return f"bytes:{repr(data)[2:-1]}", data
+    text, data = tokenizer.decode([id]), tokenizer.token_bytes(id)
+    return f"bytes:{repr(data)[2:-1]}" if REPLACEMENT in text else text, data
 
 
 def _conversation(asked: Chat, tokenizer: Tokenizer, template: Template) -> Tensor:

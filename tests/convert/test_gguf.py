@@ -17,8 +17,7 @@ from fastgpt.convert.foreign import CUTS, _tokenizer
 from fastgpt.convert.gguf import KINDS, write_gguf
 from fastgpt.convert.source import read
 from fastgpt.convert.target import write_run
-from fastgpt.data.tokenizers.gpt2 import LETTERS
-from fastgpt.data.tokenizers.huggingface import JsonTokenizer
+from fastgpt.data.tokenizers.huggingface import LETTERS, JsonTokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import CHATML, encode, template_of
 from fastgpt.train.engine import Engine

@@ -223,7 +223,7 @@ def test_openais_package_can_chat(client):
 @pytest.mark.parametrize(("kind", "ids"), [("bytes", b"a\xe2"), ("spaced", b"b\xe3"), ("bpe", b"")])
 def test_parts_of_a_character_are_told_by_their_bytes(kind, ids):
     ids = ids or TOKENIZERS[kind].encode("a\u2713").tolist()[:2]
-    found = [app._shown_token(TOKENIZERS[kind], id) for id in ids]
+    found = [app.shown_token(TOKENIZERS[kind], id) for id in ids]
     assert found == [("a", b"a"), ("bytes:\\xe2", b"\xe2")]
 
 

@@ -11,18 +11,12 @@ import tiktoken
 from tokenizers import AddedToken, models
 
 from fastgpt.data.download import published_file
-from fastgpt.data.tokenizers.huggingface import JsonTokenizer, byte_level
+from fastgpt.data.tokenizers.huggingface import BYTES, LETTERS, JsonTokenizer, byte_level
 from fastgpt.data.tokenizers.plain import Tokenizer, id_array
 
 EOT = "<|endoftext|>"
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/models/124M/vocab.bpe"
 GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-_PLAIN = (*range(33, 127), *range(161, 173), *range(174, 256))
-_OTHERS = (byte for byte in range(256) if byte not in _PLAIN)
-LETTERS = {byte: chr(byte) for byte in _PLAIN} | {
-    byte: chr(256 + i) for i, byte in enumerate(_OTHERS)
-}
-"""Printable character that stands for each byte in byte-level BPE, in the order of GPT-2's ids."""
 # Pattern that cuts text into words before bytes are merged (openai/gpt-2, src/encoder.py), in
 # tiktoken's form, which cuts at the same places with less backtracking.
 GPT2_PATTERN = (
@@ -72,9 +66,8 @@ class GPT2Tokenizer(Tokenizer):
             " fastgpt.prepare: --tokenizer bytes),",
         )  # fmt: skip
         _, *merges = path.read_text(encoding="utf-8").splitlines()
-        of_letter = {letter: byte for byte, letter in LETTERS.items()}
         words = [*LETTERS.values(), *(merge.replace(" ", "") for merge in merges)]
-        return cls([bytes(of_letter[letter] for letter in word) for word in words])
+        return cls([bytes(BYTES[letter] for letter in word) for word in words])
 
     def encode(self, text: str) -> np.ndarray:
         """Encodes `text` as ids (N,) uint16, without holding the GIL."""
@@ -94,10 +87,13 @@ class GPT2Tokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Decodes ids to text; broken UTF-8 and ids outside the vocabulary become U+FFFD."""
-        known = (*self.tokens, EOT.encode())
         values = id_array(ids).tolist()
-        pieces = [known[i] if 0 <= i < self.vocab_size else b"\xff" for i in values]
+        pieces = [self.token_bytes(i) if 0 <= i < self.vocab_size else b"\xff" for i in values]
         return b"".join(pieces).decode(errors="replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        """Returns the bytes of a token, which may be a part of a character."""
+        return EOT.encode() if id == self.eot_id else self.tokens[id]
 
     def to_json(self) -> str:
         """Returns the kind and all tokens as 0.8 MB of JSON, so that no other file is needed."""

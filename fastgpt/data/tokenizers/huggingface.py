@@ -7,6 +7,7 @@ thread, without the GIL. Calls from several threads thus run in parallel, and no
 compete with them; `TOKENIZERS_PARALLELISM` matters for training only.
 """
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,14 @@ from fastgpt.data.shards import token_dtype
 from fastgpt.data.tokenizers.plain import Tokenizer, id_array, replace_surrogates
 from fastgpt.errors import UserError, reason
 from fastgpt.terminal import REPLACEMENT
+
+_PLAIN = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = (byte for byte in range(256) if byte not in _PLAIN)
+LETTERS = {byte: chr(byte) for byte in _PLAIN} | {
+    byte: chr(256 + i) for i, byte in enumerate(_OTHERS)
+}
+"""Printable character that stands for each byte in byte-level BPE, in the order of GPT-2's ids."""
+BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 EOT_TOKENS = (
     "<|endoftext|>",  # GPT-2, GPT-NeoX, Qwen
@@ -128,6 +137,16 @@ class JsonTokenizer(Tokenizer):
                 else REPLACEMENT * run.size
                 for start, run in zip((0, *cuts), np.split(values, cuts), strict=True)
             )
+
+    def token_bytes(self, id: int) -> bytes:
+        """Returns the bytes of a token, which may be a part of a character."""
+        word = self._tokenizer.id_to_token(id) or ""
+        if REPLACEMENT in self.decode([id]):
+            if found := re.fullmatch("<0x(..)>", word):
+                return bytes.fromhex(found[1])
+            if BYTES.keys() >= {*word}:
+                return bytes(BYTES[letter] for letter in word)
+        return super().token_bytes(id)
 
     def to_json(self) -> str:
         """Returns the file as it was read, or as training wrote it."""

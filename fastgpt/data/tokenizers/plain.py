@@ -49,6 +49,10 @@ class Tokenizer(Protocol):
         """Decodes ids to text; never fails on an integer."""
         ...
 
+    def token_bytes(self, id: int) -> bytes:
+        """Returns the bytes of a token, which may be a part of a character."""
+        return self.decode([id]).encode(errors="surrogatepass")
+
     def to_json(self) -> str:
         """Returns the JSON from which `load_tokenizer` restores this tokenizer."""
         ...
@@ -93,6 +97,10 @@ class ByteTokenizer(Tokenizer):
         # 0xFF occurs nowhere in UTF-8, so it always decodes to U+FFFD
         known = np.where((values >= 0) & (values < self.vocab_size), values, 0xFF)
         return known.astype(np.uint8).tobytes().decode(errors="replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        """Returns the byte of a token."""
+        return bytes([id])
 
     def to_json(self) -> str:
         """Returns the kind as JSON; bytes need no vocabulary."""
