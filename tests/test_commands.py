@@ -100,7 +100,7 @@ EXEMPT = {
     r"make (gpu|rehearsal)": "needs a GPU, or an hour to simulate one",
     r"make lint": ".ci/run runs it before the tests",
     r"make setup EXTRAS=": "downloads packages",
-    r"make docs": "needs the extra docs: tests/test_site.py builds it in the workflow's job docs",
+    r"make docs": "needs the extra docs: the workflow's job docs builds it",
     r"make notebook": "that job runs it; tests/test_examples.py runs its code",
     r"python -m fastgpt.serve": "serves until it is stopped: tests/serve",
     r"make simgpu": "makes an environment of its own, of 2 GB: the part simgpu of .ci/run",

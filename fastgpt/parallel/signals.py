@@ -15,8 +15,6 @@ from fastgpt.parallel.distributed import World
 
 REQUEUE = 75
 """Exit status of a run that SIGUSR1 stopped: this job should be queued again (EX_TEMPFAIL)."""
-
-
 REPEATED_S = 0.5
 """Seconds in which the same request to stop counts once."""
 

@@ -102,6 +102,21 @@ def chat_template(config: Config, source: OpenedModel | None) -> Template:
     return template_of(kept) or Template()
 
 
+def kept_files(
+    source: OpenedModel | None, resumed: Path | None, template: str | None
+) -> dict[str, str]:
+    """Returns the files of Hugging Face that a run keeps: its template, and its model's end ids.
+
+    Args:
+        source: model that a new run starts from.
+        resumed: checkpoint of a run that goes on.
+    """
+    path = resumed and resumed / "huggingface.json"
+    kept = source.hf_sidecars if source else read_sidecars(path) if path else {}
+    ids = {name: kept[name] for name in ("config.json", "generation_config.json") if name in kept}
+    return ids if template is None else ids | {"chat_template.jinja": template}
+
+
 def check_vocabulary(source: OpenedModel, tokenizer: Tokenizer) -> None:
     """Raises `UserError` if the data's tokenizer is known not to be the model's."""
     assert source.config.vocab_size is not None

@@ -85,7 +85,7 @@ def restore(
         state = dict(load(found, model, optimizers))
         del state["optimizers"]  # a copy of what the optimizers hold now
         _ = state["corpus"], dict(state["loader"])
-        # checkpoints of 0.2 lack it, whose batch may not change
+        # checkpoints of 0.2 lack it: no batch before is known but their own
         tokens = int(state.get("tokens", found.step * before.train.batch_tokens))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error

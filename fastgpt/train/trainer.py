@@ -27,6 +27,7 @@ from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal
 from fastgpt.run import directory, manifest
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
+from fastgpt.train import init_from
 from fastgpt.train.data import sample_prompt
 from fastgpt.train.engine import Engine
 from fastgpt.train.header import facts, header
@@ -102,14 +103,14 @@ class Trainer:
         engine, config = self.engine, self.config
         self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
         self.run_dir, self.peak = self.world.on_rank0(self._open_files)
-        template = engine.data.template
+        kept = init_from.kept_files(engine.source, engine.restored.path, engine.data.template)
         self.saver = Saver(
             self.run_dir / "checkpoints",
             config_json=to_json(config),
             save_tokenizer=engine.data.tokenizer.save,
             keep=config.train.keep_checkpoints,
             keep_every=config.train.keep_every,
-            huggingface_json=template and json.dumps({"chat_template.jinja": template}),
+            huggingface_json=json.dumps(kept) if kept else None,
         )
 
     def _open_files(self) -> tuple[Path, float]:
@@ -235,8 +236,8 @@ class Trainer:
             if self.saver.failed:  # all ranks leave together, and raise its error there
                 self.stop.ask()
             engine.train_step(self.stop)
-            if engine.step == engine.restored.step + 1 and self.log is not None:
-                directory.write_config(self.run_dir, config)
+            if engine.step == engine.restored.step + 1:
+                self._on_rank0(lambda: directory.write_config(self.run_dir, config))
             last = engine.step == config.steps
             if last or engine.step == 1 or engine.step % config.log_every == 0:
                 self._log()

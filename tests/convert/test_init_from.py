@@ -88,6 +88,7 @@ def test_files_of_other_programs_need_a_tokenizer(argv, tmp_path):
 
 
 def test_a_run_says_where_it_came_from_and_resumes_without_its_source(hf, argv, tmp_path):
+    (hf / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     Trainer(parse(argv(hf, "--steps 2"))).fit()
     run = tmp_path / "run"
     assert json.loads((run / "config.json").read_text())["init_from"] == str(hf)
@@ -98,6 +99,9 @@ def test_a_run_says_where_it_came_from_and_resumes_without_its_source(hf, argv, 
     shutil.rmtree(hf)
     Trainer(parse(argv(hf, "--steps 3 --resume auto"))).fit()
     assert list(runs.series(run, "train_loss")) == [1, 2, 3]
+    for step in (2, 3):
+        found = read(str(run / "checkpoints" / f"step_0000000{step}"))
+        assert found.known_tokenizer().stop_ids >= {7, 9}, "what ends an answer of the model stays"
     refused(argv(hf, f"--resume {run}"), rf"--init-from is {hf}: .*run is resumed, which")
     refused(argv("gpt2", "--resume auto"), r"--init-from is gpt2: .*run is resumed, which")
 
