@@ -1,4 +1,4 @@
-"""Trains on a data set of your own: sums such as 27+48=075, of which only the answer is learned.
+"""Trains on a data set of your own: sums such as 27+48=075; only the answer is learned.
 
     python examples/own_dataset.py
     python examples/own_dataset.py --steps 2000

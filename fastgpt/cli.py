@@ -159,7 +159,7 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
         default=default,
         about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby;"
         " --list-recipes lists them all. --print-config prints all settings as YAML, and --config"
-        f" FILE reads them. The defaults of the flags are those of {of}.",
+        f" FILE reads them. The flags' defaults come from {of}.",
         first="one recipe",
     )
     for steps, epochs in INSTEAD.items():

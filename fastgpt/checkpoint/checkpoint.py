@@ -66,7 +66,7 @@ def save(
 
     Args:
         keep: number of newest checkpoints that are not removed.
-        keep_every: nor are those of steps that are multiples of it; 0: no others.
+        keep_every: checkpoints at multiples of this step are not removed either; 0: only `keep`.
         huggingface_json: of a model that was converted, its `Source.hf_sidecars`.
 
     Raises:
@@ -177,7 +177,7 @@ def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoin
 
     Args:
         state: also loads the state of optimizer and data; else that is empty.
-        world: the ranks that load it together: those of each machine share the checksums' work.
+        world: the ranks that load it together; the ranks of a machine share the checksums' work.
 
     Raises:
         UserError: a file is missing, altered or of an unknown format, or the ranks' names differ.
@@ -203,7 +203,7 @@ def _on_all_ranks(path: Path, world: World, work: Callable[[], T]) -> T:
 
 
 def _verified(path: Path, world: World) -> dict[str, Any]:
-    """Returns the record of a checkpoint, of whose files this rank reads its share."""
+    """Returns the record of a checkpoint; this rank verifies its share of the files."""
     record = read_record(path)
     own = list(record["sha256"])[world.local_rank :: world.local_size]
     for name, expected in record["sha256"].items():
@@ -262,7 +262,7 @@ def find(
     """Loads a checkpoint, and returns it with the errors of newer ones that were skipped.
 
     `resume` is the path of a checkpoint, or of a run, whose newest valid checkpoint is loaded;
-    `UserError` if there is none. The other arguments are those of `load`.
+    `UserError` if there is none. `load` explains the other arguments.
     """
     path, complaints = Path(resume), []
     if is_checkpoint(path):

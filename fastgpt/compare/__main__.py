@@ -45,7 +45,7 @@ class Arguments:
     diverge: bool = False
     """Step both side by side, and name the first tensor that differs."""
     start: Annotated[int | None, NOT_NEGATIVE] = None
-    """Step to begin at: one of which both have a checkpoint, or 0. By default it is the last."""
+    """Step to begin at: 0, or one where both have a checkpoint; by default the last of these."""
     steps: Annotated[int, POSITIVE] = 100
     """Largest number of steps to take."""
     bound: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -77,7 +77,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def with_settings(config: Config, settings: dict[str, Any], file: Path | None) -> Config:
-    """Replaces settings by those of a file, if there is one; its steps replace a recipe's epochs.
+    """Replaces settings by a file's, if one is given; its steps replace a recipe's epochs.
 
     Raises:
         UserError: a setting is unknown, or has a wrong value.

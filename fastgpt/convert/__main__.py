@@ -38,7 +38,7 @@ class ConvertConfig:
     """Format to write. hf: Hugging Face's GPT-2, Llama or Qwen3, whichever fits; gguf: a file of
     llama.cpp; run: a run of fastgpt."""
     dtype: Literal["fp32", "bf16", "fp16", "q8_0"] | None = None
-    """Number format of the weights; by default that of the source, or fp16 for gguf. Only gguf has
+    """Number format of the weights; by default the source's, or fp16 for gguf. Only gguf has
     q8_0: 8 bits, and a scale for each 32 weights."""
     shard_gb: Annotated[float, POSITIVE] = 5.0
     """Size from which a new safetensors file is begun, in gigabytes."""

@@ -56,7 +56,7 @@ class Template:
         """Yields the text of a conversation, cut where answers begin and end.
 
         The last piece asks for an answer, if the last message is not one; it is the only one of a
-        template from elsewhere, so that the ids are those of transformers.
+        template from elsewhere, so that the ids match transformers'.
 
         Raises:
             UserError: the template writes a conversation anew when it goes on.
@@ -93,7 +93,7 @@ class Template:
 def template_of(kept: Mapping[str, str]) -> Template | None:
     """Returns the chat template among the files of a model, if there is one.
 
-    That of a model of others sets `bos_token` and `eos_token`, so that it can be kept alone.
+    A template from Hugging Face then sets `bos_token` and `eos_token`, to be kept alone.
 
     Raises:
         UserError: as `Template`, or the file that should have it is damaged.

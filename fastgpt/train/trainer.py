@@ -359,7 +359,7 @@ class Trainer:
         if self._scores_other_text(tokens, results):
             same = engine.evaluate("val", data.eval_tokens, self.stop, self._doing)
             record["val_loss_compared"] = self._weighted(same)
-            also = f"; {record['val_loss_compared']:.4f} for those of the other evaluations"
+            also = f"; {record['val_loss_compared']:.4f} on the text of the earlier ones"
         self.display.line(
             f"step {step:>6}  epoch {max(engine.epochs()):.2f}  val loss {loss:.4f}  "
             f"perplexity {perplexity(loss):.2f}{bits}  ({record['val_tokens']:,} tokens{also})"
