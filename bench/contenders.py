@@ -30,7 +30,9 @@ from fastgpt.config.config import Config, OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import cpu
 from fastgpt.errors import UserError
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import resolve
 
 WARM_STEPS, TIMED_STEPS = 2, 3
 """Number of steps in each turn: untimed, then timed."""
@@ -108,17 +110,17 @@ def expect_gpt2(model: ModelConfig) -> None:
 
 def _fastgpt(workload: Workload, ops: OpsConfig) -> Built:
     config = replace(workload.config, ops=ops)
-    # not rehearsed, which beside the first steps of others would halve the batch
-    engine = Engine(config, warn=lambda _: None, rehearse=False)
+    # not probed, which beside the first steps of others would halve the batch
+    engine = build(resolve(config, warn=lambda _: None), lambda _: None, probe=False)
 
     def step() -> None:
-        engine.train_step()
+        train(engine, engine.step + 1)
 
     step.waited = lambda: engine.loader.waited_s  # pyright: ignore
     return step, {
         "ops": engine.model.ops.names,
-        "trials": engine.trials,
-        "compile": engine.compiled,
+        "trials": engine.plan.trials,
+        "compile": engine.plan.compiled,
         "optimizer": config.optim.kind,
         "precision": workload.precision,
     }

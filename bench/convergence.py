@@ -20,7 +20,9 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.runtime import runs_kernels
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import resolve
 
 LAST = 20
 """Number of last steps whose mean losses are compared."""
@@ -70,7 +72,7 @@ def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Con
 def curves(config: Config, budget: float) -> tuple[dict[str, list[float]], dict[str, dict]]:
     """Trains with and without our kernels; returns losses and ops by the name of the run."""
     engines = {
-        name: Engine(replace(config, ops=ops), warn=lambda _: None)
+        name: build(resolve(replace(config, ops=ops), warn=lambda _: None), lambda _: None)
         for name, ops in (("triton", TRITON_OPS), ("torch", PLAIN_OPS))
     }
     losses: dict[str, list[float]] = {name: [] for name in engines}
@@ -79,7 +81,7 @@ def curves(config: Config, budget: float) -> tuple[dict[str, list[float]], dict[
         if step >= 2 * LAST and time.perf_counter() > end:
             break
         for name, engine in engines.items():
-            engine.train_step()
+            train(engine, engine.step + 1)
             losses[name].append(engine.finite_loss()[0])
     for engine in engines.values():
         engine.loader.close()

@@ -21,12 +21,13 @@ from typing import Any, Literal
 from rich.console import Console
 
 from bench import records
-from fastgpt import cli, flags
+from fastgpt import flags
 from fastgpt.config.config import Config, from_json, to_json
 from fastgpt.device import device
 from fastgpt.errors import UserError, run_command, unknown_name, writing
 from fastgpt.files import write_atomically
 from fastgpt.logs.metrics import read_records
+from fastgpt.train.plan import configure
 
 ROOT = Path(__file__).parent.parent
 NAME = "reproduction"
@@ -211,7 +212,7 @@ def train(argv: list[str], run_dir: Path) -> float:
 
 def reproduce(system: System, argv: list[str], options: Reproduce) -> dict[str, Any]:
     """Trains one run of a system; returns its row for the record."""
-    config = cli.parse(argv)
+    config = configure(argv)
     key = hashlib.sha256(to_json(config).encode()).hexdigest()[:8]
     run_dir = options.runs.absolute() / f"{system.recipe}-{key}"
     seconds = train(argv, run_dir)
@@ -253,7 +254,7 @@ def recorded(options: Reproduce) -> dict[str, list[dict[str, Any]]]:
     """Returns the newest record of each run by system, on any device."""
     runs, known = {}, all_runs()
     for system in SYSTEMS:
-        config = cli.parse(commands(system, options)[0])
+        config = configure(commands(system, options)[0])
         rows = [on_record(replace(config, seed=seed), known) for seed in system.seeds]
         runs[system.letter] = [row for row in rows if row is not None]
     return runs
@@ -329,7 +330,7 @@ def main(argv: list[str]) -> None:
     write_page(options, page)  # shows a problem before hours of training
     for system in chosen(options.only) if not options.render else ():
         for argv in commands(system, options):
-            if options.again or on_record(cli.parse(argv), all_runs(), name) is None:
+            if options.again or on_record(configure(argv), all_runs(), name) is None:
                 console.rule(f"{system.letter}: {' '.join(argv)}")
                 records.Writer(on, options.out).write(NAME, reproduce(system, argv, options))
                 write_page(options, page)

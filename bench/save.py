@@ -24,12 +24,13 @@ from torch.utils._pytree import tree_leaves
 from bench import records
 from fastgpt import flags
 from fastgpt.checkpoint import checkpoint
-from fastgpt.cli import parse
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
-from fastgpt.train.resume import load as restore
+from fastgpt.train.loop import train
+from fastgpt.train.plan import configure
+from fastgpt.train.resume import restore
 from fastgpt.train.trainer import Trainer
 
 FLAGS = (
@@ -64,30 +65,34 @@ def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
     exists, ranks = path.exists(), int(os.environ.get("WORLD_SIZE", 1))
     batch = RECIPES[asked.recipe][1].model.context * ranks
     more = f"--train.batch-tokens {batch} --run-dir {path} --resume auto --steps {1 + exists}"
-    config = parse([asked.recipe, *FLAGS.split(), *more.split(), "--parallel.kind", asked.kind])
+    config = configure([asked.recipe, *FLAGS.split(), *more.split(), "--parallel.kind", asked.kind])
     trainer = Trainer(config)
-    engine, saver, world, rows = trainer.engine, trainer.saver, trainer.world, []
+    engine, saver, world, rows = trainer.run, trainer.recorder.saver, trainer.world, []
     read = {}
     if exists:
         last = checkpoint.steps_on_disk(path / "checkpoints")[-1]
         load = partial(checkpoint.load, last, world=world)
         read["verify"] = _seconds(load, world)
-        loaded = _seconds(lambda: restore(load(), engine.model, engine.optimizers), world)
+        loaded = _seconds(lambda: restore(load(), engine.model, engine.optimizers, world), world)
         read["load"] = loaded - read["verify"]
-    engine.train_step()
+    train(engine, engine.step + 1)
 
     def copy(step: int) -> None:
         tree = engine.snapshot()
         if world.is_main:
-            saver.save(step, *tree, copied=engine.sharded)
+            saver.save(step, *tree, copied=engine.plan.sharded)
 
     sizes = [x.nbytes for x in tree_leaves(engine.snapshot()) if isinstance(x, Tensor)]
     try:
         for step in range(engine.step, engine.step + asked.rounds):
-            trainer._publish()
+            trainer.recorder.publish()
             check = _seconds(engine.check_weights, world)
             copied = _seconds(partial(copy, step), world)
-            row = {"check": check, "copy": copied, "write": _seconds(trainer._publish, world)}
+            row = {
+                "check": check,
+                "copy": copied,
+                "write": _seconds(trainer.recorder.publish, world),
+            }
             rows.append({"ranks": world.size, "parallel": asked.kind, **row, **read})
             rows[-1]["bytes"] = sum(sizes)
     finally:

@@ -15,7 +15,6 @@ import tyro
 import fastgpt
 from fastgpt import flags
 from fastgpt.config import DataConfig, OptimConfig, TrainConfig
-from fastgpt.convert.source import read
 from fastgpt.train.init_from import with_architecture
 
 
@@ -40,9 +39,7 @@ def main(
         optim=OptimConfig(lr=1e-4, warmup_steps=2),
         train=TrainConfig(batch_tokens=8 * 1024, sample_tokens=0),
     )
-    source = read(model)
-    config = with_architecture(config, model, source.config)
-    fastgpt.Trainer(config, source=source).fit()
+    fastgpt.Trainer(with_architecture(config, model)).fit()
 
 
 if __name__ == "__main__":

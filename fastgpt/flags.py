@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial, wraps
 from typing import Any, TypeVar, get_type_hints
 
@@ -57,6 +57,13 @@ def parse(
         raise
     except UserError as error:
         raise UsageError(str(error)) from error
+
+
+def help_text(kind: Callable[..., T], *, prog: str, default: T, about: str) -> str:
+    said = io.StringIO()
+    with redirect_stdout(said), suppress(SystemExit):
+        tyro.cli(kind, args=["--help"], description=about, default=default, prog=prog)
+    return said.getvalue().rstrip()
 
 
 def run(main: Callable[..., None]) -> None:

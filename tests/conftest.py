@@ -167,10 +167,10 @@ def fit(tiny: Callable[..., list[str]]) -> Callable[..., Path]:
     """Trains a tiny run in this process; returns the run directory."""
 
     def run(*flags: str) -> Path:
-        from fastgpt.cli import parse
+        from fastgpt.train.plan import configure
         from fastgpt.train.trainer import Trainer
 
-        config = parse(tiny(*flags))
+        config = configure(tiny(*flags))
         Trainer(config).fit()
         assert config.run_dir is not None
         return config.run_dir

@@ -195,12 +195,12 @@ def torchrun_in_turn(ranks, folder, argvs):
 
 IN_TURN = """
 import json, sys
-from fastgpt.cli import parse
+from fastgpt.train.plan import configure
 from fastgpt.faults.failure import abort_all_ranks
 from fastgpt.train.trainer import Trainer
 with abort_all_ranks():
     for argv in json.load(open(sys.argv[1])):
-        Trainer(parse(argv)).fit()
+        Trainer(configure(argv)).fit()
 """
 
 

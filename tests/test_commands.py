@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from fastgpt import cli
+from fastgpt.train.plan import configure
 from tests.commands import ROOT, commands, commands_in
 from tests.data.sets import gpt2_files
 from tests.processes import ended
@@ -241,7 +241,7 @@ def test_the_arguments_of_what_is_not_run_are_right(command, run):
         assert (ROOT / words[1]).is_file()
     else:
         start = next(i for i, word in enumerate(words) if "train" in word)
-        cli.parse(words[start + 1 :])
+        configure(words[start + 1 :])
 
 
 @pytest.mark.every_change

@@ -64,19 +64,19 @@ def change_order(_, state):
     state["loader"]["index"] = [1]
 
 
-def other_dropout(engine):
-    engine.config = replace(engine.config, seed=5)
+def other_dropout(run):
+    run.plan = replace(run.plan, config=replace(run.plan.config, seed=5))
 
 
-def other_kernel(engine):
-    engine.model.h[0].ln_2.eps = 1e-3
+def other_kernel(run):
+    run.model.h[0].ln_2.eps = 1e-3
 
 
-def nan_gradient(engine):
+def nan_gradient(run):
     def hook(gradient):
-        return torch.full_like(gradient, math.nan) if engine.step == 5 else None
+        return torch.full_like(gradient, math.nan) if run.step == 5 else None
 
-    engine.model.h[0].mlp.c_proj.weight.register_hook(hook)
+    run.model.h[0].mlp.c_proj.weight.register_hook(hook)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,13 @@ def test_checkpoint(change, expected, pair, capsys):
         (nan_gradient, (6, "gradient", "h.0.mlp.c_proj.weight", "")),
     ],
 )
-def test_engine(plant, expected, pair, capsys, monkeypatch):
+def test_diverge(plant, expected, pair, capsys, monkeypatch):
     a, b = pair("--model.dropout 0.1 --train.micro-batch 4")
 
     def side(config, warn, bound, other):
         new = Side(config, warn, bound, other)
         if other:
-            plant(new.engine)
+            plant(new.run)
         return new
 
     assert answer(capsys, a, b, "--diverge", "--steps", "3")[0] == 0

@@ -12,23 +12,29 @@ from torch.utils._pytree import tree_leaves
 
 from fastgpt.config.config import Config, ParallelConfig
 from fastgpt.errors import UserError
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import resolve
 
 
 class Side:
-    """An engine that takes its own steps, whose tensors are seen, and compared with the other's."""
+    """A run that takes its own steps, whose tensors are seen, and compared with the other's."""
 
     def __init__(self, config: Config, warn: Callable, bound: float, other: "Side | None") -> None:
-        torch.set_float32_matmul_precision("highest")  # of the process: an engine may lower it
-        train = replace(config.train, compile="off")  # compiled modules call no hooks
-        self.engine = engine = Engine(replace(config, train=train, parallel=ParallelConfig()), warn)
+        torch.set_float32_matmul_precision("highest")  # of the process: a run may lower it
+        eager = replace(config.train, compile="off")  # compiled modules call no hooks
+        self.run = run = build(
+            resolve(replace(config, train=eager, parallel=ParallelConfig()), warn)
+        )
         self.matmul = torch.get_float32_matmul_precision()
-        self.names: dict[Tensor, str] = dict(zip(engine.optimizers.parameters, engine.names))
-        self.step, self.other, self.bound, self.found = engine.step, other, bound, None
+        self.names: dict[Tensor, str] = dict(zip(run.optimizers.parameters, run.names))
+        self.step, self.other, self.bound, self.found = run.step, other, bound, None
         self.tensors, self.calls, self.known = {}, Counter(), {}
-        self.next, self.optimize = engine.loader.next, engine.optimizers.step
-        vars(engine.loader)["next"], vars(engine.optimizers)["step"] = self._next, self._optimize
-        for name, module in engine.model.named_modules():
+        loader, optimizers = run.loader, run.optimizers
+        self.next, self.clip, self.optimize = loader.next, optimizers.clip, optimizers.step
+        vars(loader).update(next=self._next)
+        vars(optimizers).update(clip=self._clip, step=self._optimize)
+        for name, module in run.model.named_modules():
             if not [*module.children()]:
                 module.register_forward_pre_hook(lambda _, x, n=name: self._call(n, "input", x))
                 module.register_forward_hook(lambda _, x, y, n=name: self._call(n, "output", y))
@@ -36,7 +42,7 @@ class Side:
     def take_step(self) -> None:
         torch.set_float32_matmul_precision(self.matmul)
         self.step, self.tensors, self.calls = self.step + 1, {}, Counter()
-        self.engine.train_step()
+        train(self.run, self.run.step + 1)
 
     def _see(self, kind: str, layer: str, part: str, x: Tensor) -> None:
         self.calls[kind, layer, part] += 1
@@ -53,7 +59,7 @@ class Side:
 
     def see_state(self) -> None:
         """Sees the optimizers' states, then the parameters, which are changed after them."""
-        for optimizer in self.engine.optimizers.all:
+        for optimizer in self.run.optimizers.all:
             for weight, state in optimizer.state.items():
                 for part, x in state.items():
                     self._see("optimizer state", self.names[weight], part, torch.as_tensor(x))
@@ -74,14 +80,16 @@ class Side:
                 self.known[id(x)] = x
                 self._see("activation", layer, f"{part} {number}".removesuffix(" 1"), x)
 
-    def _optimize(self, *arguments: Any) -> Tensor:
+    def _clip(self) -> Tensor:
         self.known = {}
-        self._see("loss", "loss", "", self.engine.train_loss)
+        self._see("loss", "loss", "", self.run.loss)
         for weight, name in reversed(self.names.items()):  # about the order of the backward
             self._see("gradient", name, "", torch.as_tensor(weight.grad))
-        norm = self.optimize(*arguments)
+        return self.clip()
+
+    def _optimize(self, skip: Tensor | None) -> None:
+        self.optimize(skip)
         self.see_state()
-        return norm
 
 
 def diverge(a: Config, b: Config, steps: int, bound: float, warn: Callable) -> dict | None:
@@ -92,7 +100,7 @@ def diverge(a: Config, b: Config, steps: int, bound: float, warn: Callable) -> d
     `bound`; at 0 it is their bits that do.
 
     Raises:
-        UserError: an engine cannot be built, or the batches have other sizes.
+        UserError: a run cannot be built, or the batches have other sizes.
     """
     one = Side(a, warn, bound, None)
     two = Side(b, warn, bound, one)
@@ -101,17 +109,17 @@ def diverge(a: Config, b: Config, steps: int, bound: float, warn: Callable) -> d
         if (x := shapes[0].get(name)) != (y := shapes[1].get(name)):
             how = f"has shape {x} in A, {y} in B"
             return {"step": one.step, "kind": "parameter", "layer": name, "part": "", "how": how}
-    sizes = [f"{x.engine.loader.accumulation} x {x.engine.micro_batch}" for x in (one, two)]
+    sizes = [f"{x.run.loader.accumulation} x {x.run.micro_batch}" for x in (one, two)]
     if sizes[0] != sizes[1]:
         had = f"a step has {sizes[0]} sequences in A, {sizes[1]} in B"
         raise UserError(f"{had}: expected the same --train.batch-tokens and --train.micro-batch")
     one.see_state()
     two.see_state()
-    while not two.found and two.step < one.engine.restored.step + steps:
+    while not two.found and two.step < one.run.plan.resumed.step + steps:
         one.take_step()
         two.take_step()
     for side in (one, two):
-        side.engine.loader.close()
+        side.run.loader.close()
     return two.found
 
 

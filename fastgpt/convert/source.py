@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,6 +139,22 @@ def read(source: str) -> OpenedModel:
     return _of_folder(_downloaded(source))
 
 
+def read_header(source: str) -> ModelConfig:
+    """Reads the settings of a model that `read` opens; of one on the hub it downloads them alone.
+
+    Raises:
+        UserError: there is no such model, or it cannot be a GPT of ours.
+    """
+    path = Path(source).expanduser()
+    if (path / "checkpoint.json").is_file() or (path / "checkpoints").is_dir():
+        return saved_config(path).model
+    if not path.exists():
+        path = _downloaded(source, ["config.json"])
+    if (file := path / "config.json").is_file():
+        return config_from(parse_object(_text(file), file))[0]
+    return read(source).config
+
+
 def _of_run(path: Path) -> OpenedModel:
     found, complaints = checkpoint.find(str(path), state=False)
     config, tokenizer = saved_config(found.path).model, found.path / TOKENIZER_FILE
@@ -159,8 +176,8 @@ def read_sidecars(path: Path) -> dict[str, str]:
     return found
 
 
-def _downloaded(name: str) -> Path:
-    """Returns the folder of a model of the hub, downloaded if it was not yet."""
+def _downloaded(name: str, files: Sequence[str] = FILES) -> Path:
+    """Returns the folder of a model of the hub, with these files downloaded if they were not."""
     local = name.startswith("runs/") or Path(name).suffix in (*READERS, ".gguf")
     if local or not HUB_NAME.fullmatch(name) or ("/" in name and Path(name).parent.is_dir()):
         raise UserError(
@@ -170,7 +187,7 @@ def _downloaded(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=list(FILES), ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, allow_patterns=[*files], ignore_patterns=["*/*"]))
     except Exception as error:  # many kinds: no package, no network, no such name, no permission
         raise UserError(
             f"{name} is no folder here, and cannot be had from the hub ({reason(error)}): put the"

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastgpt import cli
 from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data.corpus import Corpus, has_shards, open_shards
@@ -19,7 +18,7 @@ from fastgpt.parallel import parallelize
 from fastgpt.parallel.distributed import World
 from fastgpt.require_torch import ROOT
 from fastgpt.train.data import resolve_source
-from fastgpt.train.micro_batch import largest_micro_batch
+from fastgpt.train.plan import configure, largest_micro_batch
 
 GPUS = tomllib.loads(Path(device.__file__).with_name("gpus.toml").read_text("utf-8"))
 PREDICTED = GPUS.pop("predicted")
@@ -33,7 +32,7 @@ def of_run(
     Raises:
         UserError: an argument is unknown or impossible, or settings do not go together.
     """
-    config = cli.parse([recipe, "--init-from", "None", *settings])  # a recipe's is a download
+    config = configure([recipe, "--init-from", "None", *settings])  # a recipe's is a download
     if gpu not in GPUS and not gpu.isdecimal():
         raise unknown_name("--gpu", gpu, GPUS, "its memory in GB, such as 48")
     for flag, value in (("--gpus", gpus), ("--tok-per-s", rate)):

@@ -14,7 +14,7 @@ from fastgpt.data.items import IGNORED, ItemCorpus
 from fastgpt.data.loader import EvalBatches, eval_batches, random_batches
 from fastgpt.device.device import kind_of
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.signals import Stopped, StopSignal, SyncedStop
+from fastgpt.parallel.signals import Stopped, StopSignal
 
 
 @torch.no_grad()
@@ -25,7 +25,8 @@ def mean_loss(
     world: World,
     device: str,
     autocast: AbstractContextManager,
-    stop: StopSignal | SyncedStop | None = None,
+    stop: StopSignal | None = None,
+    all_reduce: bool = False,
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[float, int]:
     """Computes the mean loss in nats over the targets of all ranks, and counts the targets.
@@ -36,6 +37,7 @@ def mean_loss(
             recompiles.
         autocast: context of each forward pass.
         stop: checked before each batch.
+        all_reduce: the ranks exchange tensors in each forward, so all of them stop at one batch.
         report: called before each batch with the progress.
 
     Raises:
@@ -46,7 +48,7 @@ def mean_loss(
     totals, seen = torch.zeros(3, dtype=torch.float64, device=held), 0
     for number, (x, y) in enumerate(batches, start=1):
         report(f"evaluating {number}/{len(batches)}")
-        if stop is not None and stop.received:
+        if stop is not None and (stop.agreed(world) if all_reduce else stop.received):
             totals[2] = 1
             break
         count = int((y != IGNORED).sum())

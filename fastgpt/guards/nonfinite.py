@@ -28,8 +28,13 @@ class Finite:
         self._in_a_row, self._longest = torch.zeros_like(self._total), torch.zeros_like(self._total)
         self._first_norms, self._first_step = norms, torch.zeros_like(self._total)
 
-    def skips(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Returns 1.0 if the step of this loss and gradient norm is to be left out, else 0.0."""
+    def skips(self, loss: Tensor, norm: Tensor) -> Tensor | None:
+        """Returns 1.0 if the step of this loss and gradient norm is to be left out, else 0.0.
+
+        It returns None if no step ever is.
+        """
+        if not self.most:
+            return None
         left_out = 1 - torch.stack((loss.float(), norm.float())).isfinite().all().float()
         self._total = self._total + left_out
         self._in_a_row = (self._in_a_row + 1) * left_out
@@ -54,7 +59,7 @@ class Finite:
     def checked(
         self, loss: Tensor, norm: Tensor, step: int, scaler: torch.amp.GradScaler, names: Sequence
     ) -> tuple[float, float]:
-        """Returns loss and gradient norm of the last step; see `Engine.finite_loss`."""
+        """Returns loss and gradient norm of the last step; see `Run.finite_loss`."""
         values = torch.stack((loss, norm, self._total, self._longest))
         loss_now, norm_now, self.skipped, longest = values.tolist()
         if longest < self.most:

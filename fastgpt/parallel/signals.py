@@ -80,26 +80,15 @@ class StopSignal:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
-    def check(self, world: World, *, ranks_meet: bool) -> None:
+    def check(self, world: World, *, all_reduce: bool) -> None:
         """Raises `Stopped` if any rank was asked to stop.
 
-        Before a collective operation, where `ranks_meet`, every rank must call this. At other
-        places a rank that was asked to stop waits here for the next such call.
+        Every rank must call this with `all_reduce` before a collective operation. At other places
+        a rank that was asked to stop waits here for the next such call.
         """
-        if (ranks_meet or self.received) and self.agreed(world):
+        if (all_reduce or self.received) and self.agreed(world):
             raise Stopped
 
     def agreed(self, world: World) -> bool:
         """Returns True if any rank was asked to stop, by a CPU collective without a device sync."""
         return bool(world.sum(torch.tensor(int(self.received is not None))))
-
-
-class SyncedStop:
-    """A `StopSignal` whose `received` is the same on all ranks, which read it together."""
-
-    def __init__(self, stop: StopSignal, world: World) -> None:
-        self._stop, self._world = stop, world
-
-    @property
-    def received(self) -> bool:
-        return self._stop.agreed(self._world)

@@ -10,7 +10,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, DataConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.source import OpenedModel, read_sidecars
+from fastgpt.convert.source import OpenedModel, read_header, read_sidecars
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, reason, writing
 from fastgpt.files import cache_dir, write_atomically
@@ -27,11 +27,12 @@ FREE = (*OWN, "context", "document_mask", "eot_id", "init")
 """Settings that flags may change, since they decide no weight, or which of them are used."""
 
 
-def with_architecture(default: Config, init_from: str, found: ModelConfig) -> Config:
+def with_architecture(default: Config, init_from: str) -> Config:
     """Returns a recipe's settings with the architecture of the model that `init_from` names.
 
     The batch has as many whole sequences of that model's context as the recipe's tokens make.
     """
+    found = read_header(init_from)
     model = replace(found, **{name: getattr(default.model, name) for name in OWN})
     sequences = max(1, default.train.batch_tokens // model.context)
     train = replace(default.train, batch_tokens=sequences * model.context)

@@ -62,38 +62,28 @@ class Optimizers:
             self.all.append(muon)
         self.norms = torch.zeros(len(self.parameters), device=self.parameters[0].device)
         """Norm of each parameter's gradient at the last step, before clipping."""
+        self.norm = self.norms.norm()
         self._kept = False
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.all]
 
-    def step(self, ratio: float, skip: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Clips the gradients, and steps at `ratio` times the peak learning rates.
-
-        Returns the norm of all gradients before clipping, (). If given, `skip` gets that norm, and
-        returns a tensor () on its device: 1.0 to leave weights and moments as they are, else 0.0.
-        """
+    def set_lr(self, ratio: float) -> None:
+        """Sets the learning rates to `ratio` times their peaks."""
         for optimizer, peaks in zip(self.all, self.peaks, strict=True):
-            self.scaler.unscale_(optimizer)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * ratio
+
+    def clip(self) -> Tensor:
+        """Clips the gradients as nn.utils.clip_grads_with_norm_, and returns their norm before, ().
+
+        AdamW divides its own as it reads them.
+        """
+        for optimizer in self.all:
+            self.scaler.unscale_(optimizer)
         gradients = [cast(Tensor, weight.grad) for weight in self.parameters]
         self.norms = norms(gradients)
-        norm = self.norms.norm()
-        if skip is not None:
-            left_out = skip(norm)
-            for optimizer in self.all:
-                optimizer.found_inf = left_out  # pyright: ignore[reportAttributeAccessIssue]
-        if self.config.grad_clip:
-            self._clip(gradients, norm)
-        # Only fp16 syncs for the norm: the scaler checks each optimizer's gradients alone, but
-        # clipping has spread an infinity of one to the other.
-        if not self.scaler.is_enabled() or norm.isfinite():
-            for optimizer in self.all:
-                self.scaler.step(optimizer)
-        self.scaler.update()
-        return norm
-
-    def _clip(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """Clips as nn.utils.clip_grads_with_norm_; AdamW divides its own as it reads them."""
+        self.norm = norm = self.norms.norm()
+        if not self.config.grad_clip:
+            return norm
         excess = ((norm + 1e-6) / self.config.grad_clip).clamp(min=1)
         # the scaler would have set its own; elsewhere fused AdamW takes no notice
         if not self.scaler.is_enabled() and norm.device.type in ("cpu", "cuda"):
@@ -102,6 +92,23 @@ class Optimizers:
             gradients = [cast(Tensor, x.grad) for group in groups for x in group["params"]]
         if gradients:
             torch._foreach_div_([local(x) for x in gradients], excess)  # pyright: ignore
+        return norm
+
+    def step(self, skip: Tensor | None = None) -> None:
+        """Updates the weights from the gradients that `clip` has left.
+
+        Args:
+            skip: () on their device: 1.0 leaves weights and moments as they are, 0.0 does not.
+        """
+        if skip is not None:
+            for optimizer in self.all:
+                optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+        # Only fp16 syncs for the norm: the scaler checks each optimizer's gradients alone, but
+        # clipping has spread an infinity of one to the other.
+        if not self.scaler.is_enabled() or self.norm.isfinite():
+            for optimizer in self.all:
+                self.scaler.step(optimizer)
+        self.scaler.update()
 
     def keep_gradients(self) -> None:
         """Gives each gradient memory for good: CUDA graphs cannot add to what one of them made."""

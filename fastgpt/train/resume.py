@@ -1,11 +1,8 @@
-"""Runs that are resumed: what they load from a checkpoint, and what must be the same."""
+"""Runs that are resumed: the state that they go on from, and what must be the same."""
 
 import json
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from operator import attrgetter
-from pathlib import Path
-from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
@@ -14,7 +11,7 @@ from fastgpt.checkpoint.checkpoint import Checkpoint
 from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, flat, saved_config, to_json
 from fastgpt.data.dataset import DataSet
-from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
+from fastgpt.data.tokenizers import load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, brief
 from fastgpt.guards.nonfinite import check_weights
 from fastgpt.model.gpt import GPT
@@ -39,19 +36,21 @@ def check_same_command(config: Config, world: World) -> None:
         )
 
 
-@dataclass(slots=True)
-class Restored:
-    """Progress of a run that is resumed from a checkpoint; that of a new run is empty."""
+@dataclass(frozen=True, slots=True)
+class ResumeState:
+    """Where a run begins: at a checkpoint, or without one at its first step."""
 
-    step: int = 0
-    path: Path | None = None
-    """Checkpoint that was resumed; None: there is none."""
-    state: dict[str, Any] | None = None
-    """State in the checkpoint, without weights and the state of the optimizers."""
-    tokens: int = 0
-    """Number of tokens that the run has trained on."""
+    checkpoint: Checkpoint | None = None
     settings: Config | None = None
     """Settings in the checkpoint."""
+    tokens: int = 0
+    """Number of tokens that the run has trained on."""
+    position: dict[str, list[int]] | None = None
+    """The loader's state; None: at the beginning of the data."""
+
+    @property
+    def step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
 
     def changes(self, config: Config) -> list[str]:
         """Returns each setting that differs from the checkpoint's: `NAME old -> new`."""
@@ -61,81 +60,37 @@ class Restored:
         return [f"{name} {old[name]} -> {x}" for name, x in new.items() if x != old[name]]
 
 
-def restore(
-    config: Config,
-    world: World,
-    tokenizer: Tokenizer,
-    model: GPT,
-    optimizers: Optimizers,
-    warn: Warn,
-) -> Restored:
-    """Loads the checkpoint that `config.resume` names, if any; a collective operation.
+def find_state(config: Config, world: World, data: DataSet, warn: Warn) -> ResumeState:
+    """Opens and verifies the checkpoint that `config.resume` names; a collective operation.
 
-    It is a `UserError` if there is no valid checkpoint, or it does not fit, as with another
-    `tokenizer` than the data's.
+    Raises:
+        UserError: there is no valid checkpoint, or it is of another run than `config` and `data`.
     """
     if config.resume is None or not resumes(config.resume):
-        return Restored()
+        return ResumeState()
     found, complaints = checkpoint.find(config.resume, world=world)
     for complaint in complaints:
         warn(f"{complaint}; the one before it is used")
-    before = saved_config(found.path)
-    _check_same(found, before, config, tokenizer)
+    settings = saved_config(found.path)
+    _check_same(found, settings, config, data)
     try:
-        state = dict(load(found, model, optimizers))
-        del state["optimizers"]  # a copy of what the optimizers hold now
-        _ = state["corpus"], dict(state["loader"])
+        corpus, position = str(found.state["corpus"]), dict(found.state["loader"])
         # checkpoints of 0.2 lack it: no batch before is known but their own
-        tokens = int(state.get("tokens", found.step * before.train.batch_tokens))
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        tokens = int(found.state.get("tokens", found.step * settings.train.batch_tokens))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
-    _check_finite(found, model, optimizers, world)
-    return Restored(found.step, found.path, state, tokens, before)
+    if corpus != data.identity:
+        warn(
+            f"the data changed since {found.path}: reading {data.name} from its beginning"
+            f" ({corpus[:12]}, now {data.identity[:12]})"
+        )
+        position = None
+    return ResumeState(found, settings, tokens, position)
 
 
-def with_steps_left(config: Config, restored: Restored, samples: int) -> Config:
-    """Returns settings whose `steps` end a run that is resumed where `epochs` says.
-
-    A batch may have another size than before: then `steps` are those taken and those left.
-
-    Args:
-        samples: number of samples in an epoch.
-    """
-    step, asked = restored.step, "--steps"
-    if config.epochs is not None:
-        asked = f"--epochs {config.epochs} in steps"
-        if restored.tokens != step * config.train.batch_tokens:
-            left = config.epochs * samples - restored.tokens / config.model.context
-            config = replace(config, steps=max(1, step + math.ceil(left / config.global_batch)))
-    if step > config.steps:
-        raise UserError(f"{asked} is {config.steps}: {restored.path} is already at step {step}")
-    return config
-
-
-def load(found: Checkpoint, model: GPT, optimizers: Optimizers) -> dict[str, Any]:
-    """Loads weights and optimizers, and returns the state; a collective operation."""
-    load_weights(model, found.weights)
-    optimizers.load_state_dict(found.state["optimizers"])
-    return found.state
-
-
-def position(restored: Restored, data: DataSet, warn: Warn) -> dict[str, list[int]] | None:
-    """Returns the loader's state in a checkpoint; None: at the beginning of the data."""
-    if restored.state is None:
-        return None
-    corpus = restored.state["corpus"]
-    if corpus == data.identity:
-        return dict(restored.state["loader"])
-    warn(
-        f"the data changed since {restored.path}: reading {data.name} from its beginning"
-        f" ({str(corpus)[:12]}, now {data.identity[:12]})"
-    )
-    return None
-
-
-def _check_same(found: Checkpoint, before: Config, config: Config, tokenizer: Tokenizer) -> None:
+def _check_same(found: Checkpoint, before: Config, config: Config, data: DataSet) -> None:
     """Raises `UserError` if tokenizer, model, optimizer, data order or seed differ."""
-    kept = load_tokenizer(found.path / "tokenizer.json")
+    kept, tokenizer = load_tokenizer(found.path / "tokenizer.json"), data.tokenizer
     if not same_tokenizer(kept, tokenizer):
         raise UserError(
             f"checkpoint {found.path} and the data have different vocabularies: {kept.kind} with "
@@ -149,8 +104,18 @@ def _check_same(found: Checkpoint, before: Config, config: Config, tokenizer: To
             raise UserError(f"{flag(name)} is {new}: expected {old}, as in checkpoint {found.path}")
 
 
-def _check_finite(found: Checkpoint, model: GPT, optimizers: Optimizers, world: World) -> None:
-    """Raises `UserError` if a weight or a moment that was loaded is not finite."""
+def restore(found: Checkpoint, model: GPT, optimizers: Optimizers, world: World) -> None:
+    """Loads weights and optimizers from a checkpoint; a collective operation.
+
+    Raises:
+        UserError: they do not fit, or a weight or a moment is not finite.
+    """
+    try:
+        load_weights(model, found.weights)
+        # removed: the optimizers hold it now
+        optimizers.load_state_dict(found.state.pop("optimizers"))
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
     states = [optimizer.state_dict()["state"] for optimizer in optimizers.all]
     moments = [x for x in tree_leaves(states) if getattr(x, "ndim", 0)]
     names = [name for name, _ in model.named_parameters()]

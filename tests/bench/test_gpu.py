@@ -14,7 +14,8 @@ from bench import __main__ as bench
 from bench import convergence, gpu, records, reproduce, step
 from bench.gpu import PLANS, STAGES, Stage
 from bench.tune import __main__ as tune
-from fastgpt import cli, flags
+from fastgpt import flags
+from fastgpt.train.plan import configure
 from tests.processes import ROOT, python
 
 
@@ -118,8 +119,8 @@ PARSERS = {
     "bench.tune": lambda words: tune.selected([90], tune.parse(words).only),
     "_env": lambda words: words[0],
     "_tests": lambda words: all((ROOT / word).exists() for word in words if "tests/" in word),
-    "_train": lambda words: cli.parse(words[1:]),
-    "_resume": lambda words: cli.parse(words[1:]),
+    "_train": lambda words: configure(words[1:]),
+    "_resume": lambda words: configure(words[1:]),
 }
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from bench import records, reproduce
 from bench.reproduce import BEGIN, END, SYSTEMS, System, Target, put_into, render
-from fastgpt.cli import parse
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import configure, resolve
 from tests.warm import warm
 
 # Validation loss after so many steps. B's is the published one; the others, of which nothing is
@@ -34,12 +35,14 @@ SLOW = ("lecture-residual", "lecture-layernorm")  # lecture-gpt-small has their 
 )
 def test_each_system_is_on_its_way(recipe, shakespeare, one_thread):
     steps, expected = EARLY[recipe]
-    engine = Engine(parse([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))
+    engine = build(
+        resolve(configure([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))
+    )
     with closing(engine.loader):
         for _ in range(steps):
-            engine.train_step()
+            train(engine, engine.step + 1)
     [(loss, targets)] = engine.evaluate("val")
-    assert targets == 100 * engine.config.train.batch_tokens
+    assert targets == 100 * engine.plan.config.train.batch_tokens
     assert loss == pytest.approx(expected, abs=0.05)
 
 
@@ -121,7 +124,7 @@ def test_a_record_is_of_its_settings_whatever_the_device_and_the_options_since(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(records, "RESULTS", tmp_path)
-    config = parse(["lecture-head"])
+    config = configure(["lecture-head"])
     older = reproduce.settings(config)
     older["train"]["device"] = "cuda"
     del older["data"]["eval_batches"], older["epochs"]  # one that the recipe sets, one it does not

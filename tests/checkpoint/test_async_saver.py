@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.checkpoint.async_saver import Saver, Snapshot
-from fastgpt.cli import parse
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
+from fastgpt.train.loop import train
+from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.runs import at_step, before_each, terminate, torchrun
 
@@ -40,16 +41,16 @@ def opened(monkeypatch):
 @pytest.mark.cpu  # saved in line, tensors of CUDA say that they were there
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_files_are_those_of_a_save_in_line_though_training_goes_on(tiny, tmp_path, opened, kind):
-    engine = Trainer(parse(tiny(f"--optim.kind {kind}"))).engine
+    engine = Trainer(configure(tiny(f"--optim.kind {kind}"))).run
     with closing(Saver(tmp_path / "thread", **FIXED)) as saver:
         for _ in range(2):  # the second time the memory is there
             opened.clear()
-            engine.train_step()
+            train(engine, engine.step + 1)
             tree = {"weights": engine.model.state_dict(), "state": engine.state()}
             saver.save(engine.step, **tree)
             assert saver.has(engine.step)
             expected = checkpoint.save(tmp_path / "in-line", engine.step, **tree, **FIXED)
-            engine.train_step()
+            train(engine, engine.step + 1)
             found = tmp_path / "thread" / expected.name
             assert not found.exists()
             opened.set()

@@ -19,9 +19,9 @@ import torch
 from fastgpt.checkpoint import async_saver, checkpoint
 from fastgpt.checkpoint.async_saver import Saver
 from fastgpt.checkpoint.checkpoint import FORMAT_VERSION, SIDE_FILES, WEIGHT_FILES
-from fastgpt.cli import parse
 from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
+from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.runs import before_each, files_of_at_most, raised_at_line
 
@@ -191,7 +191,7 @@ def test_training_stops_on_a_full_disk_with_what_it_had(tiny, tmp_path, monkeypa
     monkeypatch.setattr(torch, "save", full_the_second_time)
     said = rf"no space left .*step 8 was not saved; .*step_00000004; to resume: .*{tmp_path}/run$"
     with pytest.raises(UserError, match=said):
-        Trainer(parse(tiny())).fit()
+        Trainer(configure(tiny())).fit()
     assert content(tmp_path / "run" / "checkpoints") == ["best", "step_00000004"]
     assert (tmp_path / "run" / "loss.png").exists()
 
@@ -257,7 +257,7 @@ def test_numbers_that_are_not_finite_are_not_resumed_from(fit, monkeypatch, name
     words = shlex.split(str(caught.value).rpartition("; to resume there: ")[2])
     assert words[2:] == ["--resume", f"{run}/checkpoints/step_00000004"]
     monkeypatch.undo()
-    Trainer(parse(words[2:])).fit()
+    Trainer(configure(words[2:])).fit()
 
 
 NO_RECORD = r"step_00000002 is not a checkpoint: .*checkpoint\.json"
@@ -303,8 +303,8 @@ def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):
 
     No token uses the row of the table that has them.
     """
-    trainer = Trainer(parse(tiny("--model.no-tied --eval-every 0")))
-    table = dict(trainer.engine.model.named_parameters())["wte.weight"]
+    trainer = Trainer(configure(tiny("--model.no-tied --eval-every 0")))
+    table = dict(trainer.run.model.named_parameters())["wte.weight"]
     with torch.no_grad():
         table[200, 3] = math.nan
     with pytest.raises(UserError, match=r"step 8: .* not finite: wte\.weight; there is no"):
@@ -313,7 +313,7 @@ def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):
 
 
 def test_weights_that_are_finite_may_have_a_sum_that_is_not(tiny):
-    engine = Trainer(parse(tiny())).engine
+    engine = Trainer(configure(tiny())).run
     with torch.no_grad():
         engine.model.get_parameter("wte.weight")[200:204] = 3e38
     engine.check_weights()

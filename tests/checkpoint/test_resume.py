@@ -19,14 +19,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpt.checkpoint import checkpoint
-from fastgpt.cli import parse
 from fastgpt.convert.source import load
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.logs.metrics import MetricsLog, read_records
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel.signals import StopSignal
 from fastgpt.run.directory import RunLock
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import Run
+from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.processes import ROOT
 from tests.runs import Crash, at_step, before_each, crash, outcome, read_until, series, terminate
@@ -65,8 +65,8 @@ def test_resumed_run_equals_the_unbroken_one(fit, unbroken, monkeypatch, samplin
 def test_flags_of_a_resumed_run_reach_the_optimizers(fit):
     run = fit("--steps 2 --optim.kind muon")
     flags = ["--resume", str(run), "--steps", "3", "--optim.weight-decay", "0.3"]
-    trainer = Trainer(parse([*flags, "--optim.beta2", "0.5", "--optim.muon-momentum", "0.25"]))
-    adamw, muon = (it.param_groups for it in trainer.engine.optimizers.all)
+    trainer = Trainer(configure([*flags, "--optim.beta2", "0.5", "--optim.muon-momentum", "0.25"]))
+    adamw, muon = (it.param_groups for it in trainer.run.optimizers.all)
     assert [(group["weight_decay"], group["betas"][1]) for group in adamw] == [(0.3, 0.5), (0, 0.5)]
     assert [(group["weight_decay"], group["momentum"]) for group in muon] == [(0.3, 0.25)]
     trainer.fit()
@@ -83,10 +83,10 @@ def test_killed_before_its_first_checkpoint_it_starts_again_and_keeps_its_log(
     for attempt in range(2):
         at_step(monkeypatch, 2, crash)
         with pytest.raises(Crash):
-            Trainer(parse(flags)).fit() if attempt else fit(STEPS, "--track tensorboard")
+            Trainer(configure(flags)).fit() if attempt else fit(STEPS, "--track tensorboard")
         logs.append((run / "metrics.jsonl").read_bytes())
     capfd.readouterr()
-    Trainer(parse(flags)).fit()
+    Trainer(configure(flags)).fit()
     said = f"{run} has no checkpoint yet: starting from its first step; its earlier logs are kept"
     assert f"warning: {said} in {run}/abandoned_2\n" in capfd.readouterr().out
     assert outcome(run) == unbroken()
@@ -109,7 +109,9 @@ def test_resume_shows_where_it_starts_and_is_kept_in_the_manifest(fit, monkeypat
     assert "\nchanged: optim.lr 0.004 -> 0.1\n" in out
     assert "finished" not in out
     settings = (run / "config.json").read_bytes()
-    Trainer(parse(["--resume", str(run), "--optim.muon-lr", "9", "--data.eval-tokens", "64"])).fit()
+    Trainer(
+        configure(["--resume", str(run), "--optim.muon-lr", "9", "--data.eval-tokens", "64"])
+    ).fit()
     out = capfd.readouterr().out
     assert "\nchanged: optim.muon_lr 0.02 -> 9.0\n" in out
     assert "\nthis run is finished: it has taken its 6 steps\n" in out
@@ -153,7 +155,7 @@ def test_stop_signal_is_answered_before_the_next_forward(
     assert "SIGINT: stopping after this micro-step or evaluation batch" in out
     assert "; press Ctrl-C again to stop at once, without saving\n" in out
     assert f"stopped after step {saved}, saved in {last}\nto resume: {sys.executable} /" in out
-    Trainer(parse(["--resume", str(run)])).fit()
+    Trainer(configure(["--resume", str(run)])).fit()
     assert outcome(run) == unbroken("--train.micro-batch 1")
 
 
@@ -189,7 +191,7 @@ def test_a_signal_that_a_wrapper_passes_on_again_is_one_request(stop):
 def test_an_interrupt_that_does_not_save_says_how_to_go_on(tiny, tmp_path, monkeypatch, capfd):
     at_step(monkeypatch, 6, lambda: signal.default_int_handler(0, None))
     with pytest.raises(SystemExit), shown_in_one_line():
-        Trainer(parse(tiny(STEPS))).fit()
+        Trainer(configure(tiny(STEPS))).fit()
     line = capfd.readouterr().err
     assert line.startswith("interrupted at step 6, ")
     assert "step_00000004; to resume: " in line
@@ -279,7 +281,7 @@ def test_older_checkpoint_sets_the_newer_ones_aside(fit, unbroken):
     first, second = run / "abandoned_1", run / "abandoned_2"
     assert outcome(first) == whole
     assert max(r["step"] for r in outcome(second)[0]) == 8
-    assert parse(["--resume", str(second)]).steps == 8  # it is a run that could go on
+    assert configure(["--resume", str(second)]).steps == 8  # it is a run that could go on
     load(second)
 
 
@@ -309,22 +311,22 @@ def test_auto_without_run_dir_finds_the_newest_run_of_the_recipe(tiny, tmp_path,
     where = argv.index("--run-dir")
     del argv[where : where + 2]
     for name in ("baby-20200101-000000", "baby-20300101-000000", "shakespeare-cpu-20400101-000000"):
-        Trainer(parse([*argv, "--run-dir", f"runs/{name}"])).fit()
+        Trainer(configure([*argv, "--run-dir", f"runs/{name}"])).fit()
     Path("runs/baby-20350101-000000").mkdir()  # stopped before its first checkpoint
-    assert parse([*argv, "--resume", "auto"]).run_dir == Path("runs/baby-20300101-000000")
+    assert configure([*argv, "--resume", "auto"]).run_dir == Path("runs/baby-20300101-000000")
     # the clock went back: the newest start counts, not the newest name
-    Trainer(parse([*argv, "--run-dir", "runs/baby-20200101-000000", "--resume", "auto"])).fit()
-    assert parse([*argv, "--resume", "auto"]).run_dir == Path("runs/baby-20200101-000000")
+    Trainer(configure([*argv, "--run-dir", "runs/baby-20200101-000000", "--resume", "auto"])).fit()
+    assert configure([*argv, "--resume", "auto"]).run_dir == Path("runs/baby-20200101-000000")
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["run-dir", "newest"])
 def test_auto_goes_on_from_python(tiny, tmp_path, monkeypatch, named):
     monkeypatch.chdir(tmp_path)
     argv = tiny("--steps 4", "" if named else "--run-dir runs/baby-20300101-000000")
-    Trainer(first := parse(argv)).fit()
+    Trainer(first := configure(argv)).fit()
     config = replace(first, run_dir=first.run_dir if named else None, resume="auto", steps=6)
     trainer = Trainer(config)
-    assert trainer.engine.step == 4
+    assert trainer.run.step == 4
     trainer.fit()
     assert set(series(first.run_dir, "train_loss")) == set(range(1, 7))
 
@@ -332,9 +334,9 @@ def test_auto_goes_on_from_python(tiny, tmp_path, monkeypatch, named):
 def test_a_batch_of_another_size_is_counted_in_tokens_and_epochs(tiny, monkeypatch):
     """An epoch has 40 samples: 2 batches of 8 and 2 of 16, the last half used."""
     at_step(monkeypatch, 2, terminate)
-    Trainer(config := replace(parse(tiny()), epochs=1.0)).fit()
+    Trainer(config := replace(configure(tiny()), epochs=1.0)).fit()
     run = config.run_dir
-    Trainer(parse(["--resume", str(run), "--train.batch-tokens", "256"])).fit()
+    Trainer(configure(["--resume", str(run), "--train.batch-tokens", "256"])).fit()
     assert series(run, "tokens") == {0: 0, 1: 128, 2: 256, 3: 512, 4: 768}
     assert series(run, "epoch")[4] == 1.2
 
@@ -343,7 +345,7 @@ def test_best_is_chosen_by_losses_of_the_same_text(fit, monkeypatch):
     """The last evaluation scores more text than the others, and may have a lower loss by that."""
     losses = {(4, 16): 2.5, (8, 16): 2.75, (8, 0): 2.25, (12, 16): 2.6, (12, 0): 2.1}
     monkeypatch.setattr(
-        Engine, "evaluate",
+        Run, "evaluate",
         lambda self, _, tokens, *rest: [(losses.get((self.step, tokens), 3.0), tokens or 72)],
     )  # fmt: skip
     for steps in (8, 12):  # the second one reads the losses of the first from its log
@@ -385,18 +387,18 @@ def test_best_is_the_same_after_a_resume(fit, monkeypatch, tmp_path):
 def test_run_in_use_is_resumed_by_no_second_process_but_may_be_sampled_from(fit, tiny):
     run = fit("--steps 4")
     before = (run / "metrics.jsonl").read_bytes()
-    first = Trainer(parse(tiny("--resume auto --steps 8")))
+    first = Trainer(configure(tiny("--resume auto --steps 8")))
     used = "is in use: another process is training in this folder"
     with pytest.raises(UserError, match=rf"{used}: .* ends, or stop it$"):
-        Trainer(parse(tiny(f"--resume {run / 'checkpoints' / 'step_00000004'}")))
+        Trainer(configure(tiny(f"--resume {run / 'checkpoints' / 'step_00000004'}")))
     with pytest.raises(UserError, match=rf"{used}: .* or pass another --run-dir$"):
-        Trainer(parse(tiny()))
+        Trainer(configure(tiny()))
     with pytest.raises(UserError, match=used):  # of a run that has no directory yet, say
         RunLock(run)
     assert (run / "metrics.jsonl").read_bytes() == before
     load(run)
     first.fit()
-    Trainer(parse(tiny("--resume auto --steps 9"))).fit()
+    Trainer(configure(tiny("--resume auto --steps 9"))).fit()
 
 
 @pytest.mark.parametrize(
@@ -412,13 +414,13 @@ def test_run_whose_folder_or_lock_is_lost_ends_at_its_next_save(
     tiny, tmp_path, unbroken, monkeypatch, damage, said
 ):
     run = tmp_path / "run"
-    trainer = Trainer(parse(tiny(STEPS)))
-    at_step(monkeypatch, 6, lambda: trainer.saver.wait() or damage(run))
+    trainer = Trainer(configure(tiny(STEPS)))
+    at_step(monkeypatch, 6, lambda: trainer.recorder.saver.wait() or damage(run))
     with pytest.raises(UserError, match=said):
         trainer.fit()
     assert not (run / "checkpoints" / "step_00000008").exists()
     if not run.exists() and (moved := tmp_path / "run2").exists():
-        Trainer(parse(["--resume", str(moved)])).fit()
+        Trainer(configure(["--resume", str(moved)])).fit()
         assert outcome(moved) == unbroken()
 
 

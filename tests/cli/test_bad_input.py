@@ -11,8 +11,8 @@ import torch
 
 import train
 from fastgpt import flags, prepare
-from fastgpt.cli import parse
 from fastgpt.train.optim import Optimizers
+from fastgpt.train.plan import configure
 from tests.data.sets import write_shard
 from tests.runs import before_each, one_line_error
 from tests.warm import warm
@@ -324,7 +324,7 @@ def test_flags_of_a_resume_are_checked_against_the_run(fit, tmp_path):
     96 tokens are 6 windows of the run's context, but no multiple of the recipe's.
     """
     run = fit("--steps 4")
-    config = parse(["--resume", str(run), "--train.batch-tokens", "96"])
+    config = configure(["--resume", str(run), "--train.batch-tokens", "96"])
     assert config.global_batch == 6
 
 

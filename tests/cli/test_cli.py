@@ -8,16 +8,16 @@ import torch
 from safetensors.torch import load_file
 
 from fastgpt import require_torch
-from fastgpt.cli import parse
 from fastgpt.config.config import from_json, to_json
 from fastgpt.config.recipes import RECIPES
+from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.processes import python
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_a_whole_config(recipe):
-    config = parse([recipe, "--init-from", "None"])  # a model to start from would be read
+    config = configure([recipe, "--init-from", "None"])  # a model to start from would be read
     assert config.recipe == recipe
     assert config == replace(RECIPES[recipe][1], init_from=None)
     assert from_json(to_json(config)) == config
@@ -26,14 +26,14 @@ def test_every_recipe_is_a_whole_config(recipe):
 @pytest.mark.parametrize(("cuda", "recipe"), [(False, "baby"), (True, "gpt2-124m")])
 def test_recipe_without_a_name(monkeypatch, cuda, recipe):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    assert parse([]) == parse([recipe])
-    assert parse(["--steps", "3"]) == parse([recipe, "--steps", "3"])
+    assert configure([]) == configure([recipe])
+    assert configure(["--steps", "3"]) == configure([recipe, "--steps", "3"])
 
 
 def test_flags_go_over_the_recipe_and_nothing_else_changes():
     flags = "--model.num-layers 2 --optim.kind adamw --optim.lr 1e-4 --steps 7"
-    config = parse(["baby", *flags.split()])
-    values = to_json(parse(["baby"])).splitlines()
+    config = configure(["baby", *flags.split()])
+    values = to_json(configure(["baby"])).splitlines()
     changed = [line.strip() for line in to_json(config).splitlines() if line not in values]
     assert changed == ['"steps": 7,', '"num_layers": 2,', '"kind": "adamw",', '"lr": 0.0001,']
 
@@ -41,8 +41,8 @@ def test_flags_go_over_the_recipe_and_nothing_else_changes():
 def test_flags_have_dashes_or_underscores():
     given = {"run_dir": "somewhere", "log_every": "3", "eval_every": "3", "save_every": "3"}
     flags = [f"--{name}={value}" for name, value in given.items()]
-    config = parse(["baby", *flags])
-    assert config == parse(["baby", *(flag.replace("_", "-") for flag in flags)])
+    config = configure(["baby", *flags])
+    assert config == configure(["baby", *(flag.replace("_", "-") for flag in flags)])
     assert {name: str(getattr(config, name)) for name in given} == given
 
 
@@ -52,7 +52,7 @@ def test_gpt2_without_prepared_data_trains_on_bytes_and_says_so(tmp_path, monkey
     small = "--model.num-layers 1 --model.num-heads 1 --model.dim 8 --model.context 32"
     data = "--data.eval-tokens 64 --data.final-eval-tokens 64 --train.batch-tokens 64"
     argv = f"gpt2-124m {small} {data} --steps 1 --train.sample-tokens 0 --train.precision fp32"
-    Trainer(parse([*argv.split(), "--run-dir", str(tmp_path / "run")])).fit()
+    Trainer(configure([*argv.split(), "--run-dir", str(tmp_path / "run")])).fit()
     out = capfd.readouterr().out
     [warning] = [line for line in out.splitlines() if line.startswith("warning: no ")]
     assert f"python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {tmp_path}" in warning

@@ -22,8 +22,13 @@ from fastgpt.evaluate import __main__ as evaluate
 from fastgpt.serve import __main__ as serve
 from tests.api import field_texts
 
+
+def train(argv):
+    sys.exit(cli.main(argv))
+
+
 COMMANDS = {
-    "python train.py": (cli.parse, "--data.source STR"),
+    "python train.py": (train, "--data.source STR"),
     "python -m fastgpt.sample": (sample.main, "--prompt STR"),
     "python -m fastgpt.prepare": (prepare.main, "--out PATH"),
     "python -m fastgpt.data": (data.main, "--tokenizer STR"),
@@ -70,13 +75,13 @@ def test_a_wrong_flag_ends_with_status_2(command):
 
 
 def test_help_is_of_the_recipe_that_is_named_on_either_side(printed):
-    said = printed(cli.parse, "--help lecture-head")
-    assert said == printed(cli.parse, "lecture-head --help")
+    said = printed(train, "--help lecture-head")
+    assert said == printed(train, "lecture-head --help")
     assert "Number of transformer blocks. (default: 1)" in said
 
 
 def test_all_flags_are_explained_in_sentences(printed):
-    words = " ".join(printed(cli.parse, "pubmed --help").split())
+    words = " ".join(printed(train, "pubmed --help").split())
     settings = RECIPES["pubmed"][1]
     sections = {f"{field.name}.": getattr(settings, field.name) for field in fields(settings)}
     for section, kind in {"": settings, **sections}.items():
@@ -92,7 +97,7 @@ def test_all_flags_are_explained_in_sentences(printed):
 
 
 def test_all_recipes_are_listed(printed):
-    lines = printed(cli.parse, "--list-recipes").splitlines()
+    lines = printed(train, "--list-recipes").splitlines()
     assert [line.split()[0] for line in lines] == list(RECIPES)
     for line, (about, _) in zip(lines, RECIPES.values()):
         assert line.endswith(f" {about}")
@@ -108,4 +113,4 @@ def test_python_m_fastgpt_lists_every_command():
 def test_version_is_that_of_the_newest_release(printed):
     changes = Path(__file__).parents[2].joinpath("CHANGELOG.md").read_text()
     newest = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", changes, re.M)[0]
-    assert printed(cli.parse, "--version") == f"fastgpt {newest}\n"
+    assert printed(train, "--version") == f"fastgpt {newest}\n"

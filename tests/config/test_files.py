@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fastgpt.cli import parse
 from fastgpt.config.files import to_yaml
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
+from fastgpt.train.plan import configure
 
 
 @pytest.fixture
@@ -22,29 +22,31 @@ def written(tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_was_printed_gives_the_same_settings(name, written):
     config = replace(RECIPES[name][1], init_from=None)
-    again = parse(["--config", written(to_yaml(config))])
+    again = configure(["--config", written(to_yaml(config))])
     assert to_yaml(again) == to_yaml(config)
 
 
 def test_a_file_replaces_the_recipe_and_flags_the_file(written):
     file = written("recipe: shakespeare-cpu\nsteps: 5\noptim: {lr: 6e-4, grad_clip: 2}\nseed: 3")
-    config = parse(["--config", file, "--optim.lr", "1e-3"])
+    config = configure(["--config", file, "--optim.lr", "1e-3"])
     assert (config.recipe, config.steps, config.seed) == ("shakespeare-cpu", 5, 3)
     assert (config.optim.lr, config.optim.grad_clip) == (1e-3, 2)
-    assert parse(["shakespeare-cpu", "--config", written("optim: {lr: 6e-4}")]).optim.lr == 6e-4
-    assert parse(["lecture-gpt-full", "--config", written("steps: 7")]).epochs is None
-    assert parse(["--config", written("track: [wandb, trackio]")]).track == ("wandb", "trackio")
+    assert configure(["shakespeare-cpu", "--config", written("optim: {lr: 6e-4}")]).optim.lr == 6e-4
+    assert configure(["lecture-gpt-full", "--config", written("steps: 7")]).epochs is None
+    assert configure(["--config", written("track: [wandb, trackio]")]).track == ("wandb", "trackio")
 
 
 def test_words_and_numbers_are_those_of_yaml_1_2(written):
-    config = parse(["baby", "--config", written("seed: 010\ntrain: {compile: off, report: on}")])
+    config = configure(
+        ["baby", "--config", written("seed: 010\ntrain: {compile: off, report: on}")]
+    )
     assert (config.seed, config.train.compile, config.train.report) == (10, "off", "on")
 
 
 def test_what_is_printed_is_yaml(written, capsys):
     with pytest.raises(SystemExit):
-        parse(["shakespeare-cpu", "--steps", "7", "--print-config"])
-    assert parse(["--config", written(capsys.readouterr().out)]).steps == 7
+        configure(["shakespeare-cpu", "--steps", "7", "--print-config"])
+    assert configure(["--config", written(capsys.readouterr().out)]).steps == 7
 
 
 @pytest.mark.parametrize(
@@ -82,9 +84,9 @@ def test_what_is_printed_is_yaml(written, capsys):
 )
 def test_bad_files_are_one_line(text, flags, said, written):
     with pytest.raises(UserError, match=said):
-        parse([*flags, "--config", written(text)])
+        configure([*flags, "--config", written(text)])
 
 
 def test_a_file_that_is_not_there():
     with pytest.raises(UserError, match=r"--config none\.yaml cannot be read: No such file"):
-        parse(["--config", "none.yaml"])
+        configure(["--config", "none.yaml"])

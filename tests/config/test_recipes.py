@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name everyone knows it by
 
 from fastgpt import sample
-from fastgpt.cli import parse
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
-from fastgpt.train.engine import Engine
+from fastgpt.train.plan import configure, resolve
 from fastgpt.train.trainer import Trainer
 from tests.data.sets import prepared
 from tests.models import each_attention, initial, on_cpu, plain_logits, shrunk
@@ -194,7 +193,7 @@ def flags(abstracts, tmp_path, monkeypatch, one_thread) -> list[str]:
 def test_a_run_in_epochs_tells_its_loss_and_perplexity_after_each(
     abstracts, flags, tmp_path, capsys
 ):
-    Trainer(parse([*flags, "--epochs", "2"])).fit()
+    Trainer(configure([*flags, "--epochs", "2"])).fit()
     run, said = tmp_path / "run", capsys.readouterr().out
     manifest = json.loads((abstracts / "pubmed" / "manifest.json").read_text())
     documents = manifest["splits"]["train"]["documents"]
@@ -212,12 +211,12 @@ def test_a_run_in_epochs_tells_its_loss_and_perplexity_after_each(
 
 
 def test_steps_on_the_command_line_take_the_place_of_epochs(flags):
-    assert (parse(flags).epochs, parse(flags).eval_epochs) == (20, 1)
-    config = parse([*flags, "--steps", "7", "--eval_every=3"])
+    assert (configure(flags).epochs, configure(flags).eval_epochs) == (20, 1)
+    config = configure([*flags, "--steps", "7", "--eval_every=3"])
     assert (config.epochs, config.eval_epochs) == (None, None)
     assert (config.steps, config.eval_every) == (7, 3)
     with pytest.raises(UserError, match="--steps and --epochs are both given"):
-        parse([*flags, "--steps", "7", "--epochs", "1"])
+        configure([*flags, "--steps", "7", "--epochs", "1"])
 
 
 @pytest.mark.parametrize(
@@ -228,7 +227,7 @@ def test_missing_data_is_named_with_what_to_do(recipe, named, tmp_path, monkeypa
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path))
     command = f"python -m fastgpt.prepare {named} --tokenizer .*--out {tmp_path / recipe}"
     with pytest.raises(UserError, match=rf"^[^\n]*{command}[^\n]*$"):
-        Engine(parse([recipe, "--train.device", "cpu"]))
+        (resolve(configure([recipe, "--train.device", "cpu"])))
 
 
 # --- any checkpoint, one command ------------------------------------------------------------------
@@ -245,7 +244,7 @@ def test_a_checkpoint_of_any_recipe_samples(recipe, text, tmp_path, one_thread, 
     shrink = SMALLER if RECIPES[recipe][1].model.dim > 64 else ""
     place = f"--data.source {text} --run-dir {tmp_path / 'run'} --model.vocab-size None"
     place += " --init-from None"
-    Trainer(parse([recipe, *f"{SMALL} {shrink} {place}".split()])).fit()
+    Trainer(configure([recipe, *f"{SMALL} {shrink} {place}".split()])).fit()
     capsys.readouterr()
     sample.main([str(tmp_path / "run"), "--tokens", "40", "--n", "2", "--device", "cpu"])
     empty, first, second = re.split(r"--- .*sample \d of 2 ---\n", capsys.readouterr().out)

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from fastgpt.checkpoint.tensors import Weights, in_memory, octets
-from fastgpt.cli import parse
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.__main__ import ConvertConfig, convert
 from fastgpt.convert.source import OpenedModel, read
@@ -26,7 +25,8 @@ from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.plan import configure, resolve
 
 V, CONTEXT = 100, 40
 LLAMA3 = {
@@ -137,7 +137,7 @@ def foreign(run: Path, kind: str, file: Path) -> Path:
 def refused(argv: list[str], said: str) -> None:
     """Asserts that a run with these flags cannot start, and what the error says."""
     with pytest.raises(UserError, match=said):
-        Engine(parse(argv))
+        build(resolve(configure(argv)))
 
 
 def weights(path: Path) -> Weights:

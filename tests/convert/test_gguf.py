@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import fastgpt
-from fastgpt.cli import parse
 from fastgpt.convert import vocabulary
 from fastgpt.convert.__main__ import ConvertConfig
 from fastgpt.convert.foreign import CUTS, _tokenizer
@@ -20,7 +19,8 @@ from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers.huggingface import LETTERS, JsonTokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import CHATML, encode, template_of
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.plan import configure, resolve
 from tests.convert.models import OURS, converted, files, saved, saved_run, theirs
 from tests.convert.test_vocabulary import TEXTS, WIDE
 from tests.data.sets import LEARNT, texts, tokenizer_of
@@ -122,9 +122,9 @@ def test_a_file_is_read_as_the_folder_that_it_was_made_from(
         ids[-1] += tuple(tokenizer.encode("".join(TEXTS)).tolist())
     assert ids[0] == ids[1]
     if dtype == "q4_1":
-        engine = Engine(parse(argv(tmp_path / "a.gguf")))
+        engine = build(resolve(configure(argv(tmp_path / "a.gguf"))))
         engine.loader.close()
-        assert engine.config.model.rotary_base == 5e5
+        assert engine.plan.config.model.rotary_base == 5e5
 
 
 def test_words_are_cut_as_the_models_own_tokenizers_do():

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812 - the name everyone knows it 
 from transformers import AutoModelForCausalLM
 
 import fastgpt
-from fastgpt.cli import main, parse
+from fastgpt.cli import main
 from fastgpt.config.config import from_json
 from fastgpt.config.files import to_yaml
 from fastgpt.config.model import ModelConfig
@@ -19,7 +19,9 @@ from fastgpt.convert import vocabulary
 from fastgpt.convert.source import read
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import configure, resolve
 from fastgpt.train.trainer import Trainer
 from tests import runs
 from tests.convert.models import CONTEXT, V, converted, foreign, refused, saved, saved_run, theirs
@@ -40,7 +42,7 @@ def hf(tmp_path):
 
 def begins_with_the_loss_of(engine, logits):
     x, y = engine.loader.next()
-    assert x.shape[1] == engine.config.model.context
+    assert x.shape[1] == engine.plan.config.model.context
     with torch.no_grad():
         expected = F.cross_entropy(logits(x).flatten(0, 1), y.flatten())
         torch.testing.assert_close(engine.model(x, y), expected, rtol=1e-5, atol=0)
@@ -53,8 +55,7 @@ def test_the_command_reads_the_model_once(hf, argv, monkeypatch, capsys):
         times.append(source)
         return read(source)
 
-    for place in ("fastgpt.cli.read", "fastgpt.train.engine.read"):
-        monkeypatch.setattr(place, counted)
+    monkeypatch.setattr("fastgpt.train.plan.read", counted)
     monkeypatch.setattr("sys.argv", ["train.py", *argv(hf, "--steps 1")])
     main()
     assert times == [str(hf)]
@@ -62,17 +63,19 @@ def test_the_command_reads_the_model_once(hf, argv, monkeypatch, capsys):
 
 @pytest.mark.parametrize("context", [CONTEXT, 16])
 def test_the_loss_begins_at_the_models_own_and_falls(context, hf, argv, tmp_path):
-    shorter = parse(["finetune-gpt2", "--init-from", str(hf)])
+    shorter = configure(["finetune-gpt2", "--init-from", str(hf)])
     assert shorter.train.batch_tokens == 32 * 1024 // CONTEXT * CONTEXT
     model = AutoModelForCausalLM.from_pretrained(hf)
     run = saved_run(tmp_path / "llama", ByteTokenizer(), vocab_size=BYTES, **LLAMA)
     for source, logits in ((hf, lambda x: model(x).logits), (run, fastgpt.load(run)[0])):
-        engine = Engine(parse(argv(source, f"--model.context {context}", "finetune-gpt2")))
-        assert engine.config.model.dropout_at("residual") == 0
+        engine = build(
+            resolve(configure(argv(source, f"--model.context {context}", "finetune-gpt2")))
+        )
+        assert engine.plan.config.model.dropout_at("residual") == 0
         begins_with_the_loss_of(engine, logits)
         [(before, _)] = engine.evaluate("val")
         for _ in range(5):
-            engine.train_step()
+            train(engine, engine.step + 1)
         [(after, _)] = engine.evaluate("val")
         assert after < before - 0.1
 
@@ -83,13 +86,13 @@ def test_files_of_other_programs_need_a_tokenizer(argv, tmp_path):
         run = saved_run(tmp_path / kind, vocab_size=BYTES, activation=activation)
         source = foreign(run, kind, tmp_path / file)
         refused(argv(source), rf"{file} has no tokenizer: pass .*tokenizer gpt2")
-        engine = Engine(parse(argv(source, "--data.tokenizer bytes")))
+        engine = build(resolve(configure(argv(source, "--data.tokenizer bytes"))))
         begins_with_the_loss_of(engine, fastgpt.load(run)[0])
 
 
 def test_a_run_says_where_it_came_from_and_resumes_without_its_source(hf, argv, tmp_path):
     (hf / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    Trainer(parse(argv(hf, "--steps 2"))).fit()
+    Trainer(configure(argv(hf, "--steps 2"))).fit()
     run = tmp_path / "run"
     assert json.loads((run / "config.json").read_text())["init_from"] == str(hf)
     assert json.loads((run / "manifest.json").read_text())["started_from"] == str(hf)
@@ -97,7 +100,7 @@ def test_a_run_says_where_it_came_from_and_resumes_without_its_source(hf, argv, 
     kept = load_tokenizer(run / "checkpoints" / "step_00000002")
     assert kept.to_json() == (hf / "tokenizer.json").read_text()
     shutil.rmtree(hf)
-    Trainer(parse(argv(hf, "--steps 3 --resume auto"))).fit()
+    Trainer(configure(argv(hf, "--steps 3 --resume auto"))).fit()
     assert list(runs.series(run, "train_loss")) == [1, 2, 3]
     for step in (2, 3):
         found = read(str(run / "checkpoints" / f"step_0000000{step}"))
@@ -108,7 +111,7 @@ def test_a_run_says_where_it_came_from_and_resumes_without_its_source(hf, argv, 
 
 def test_two_ranks_start_from_the_same_weights(hf, argv, tmp_path):
     flags = argv(hf, "--steps 2")
-    Trainer(parse(flags)).fit()
+    Trainer(configure(flags)).fit()
     runs.finish(
         runs.torchrun(2, "train.py", *flags, "--run-dir", str(tmp_path / "two"), forks=True)
     )
@@ -129,16 +132,16 @@ def test_what_contradicts_the_model_is_refused_by_name(hf, argv):
     refused(argv(hf, "--model.no-tied"), r"--model\.tied is False: expected True, as in --init-")
     refused(argv(hf, "--model.context 80"), r"--model\.context is 80: expected at most 40, as .*2")
     refused(argv(hf, "--data.tokenizer chars"), r"the chars tokenizer .* needs its own, bpe \(256")
-    other = replace(parse(argv(hf)), model=ModelConfig(num_layers=2, context=16))
+    other = replace(configure(argv(hf)), model=ModelConfig(num_layers=2, context=16))
     with pytest.raises(UserError, match=r"--model\.\S+ is .*: expected .*, as in --init-from"):
-        Engine(other)
+        build(resolve(other))
 
 
 def test_data_of_another_tokenizer_is_refused(hf, argv, tmp_path):
     other, same = (prepared(tmp_path / kind, texts(50), kind) for kind in ("bpe", "bytes"))
     said = r"bpe was prepared with tokenizer 'bpe', not .*tiny-gpt2-\w+\.json'"
     refused(argv(hf, f"--data.source {other}"), said)
-    Engine(parse(argv(hf, f"--data.source {same}"))).loader.close()
+    build(resolve(configure(argv(hf, f"--data.source {same}")))).loader.close()
     run = saved_run(tmp_path / "no-tokenizer")
     refused(argv(run, "--data.tokenizer bytes"), rf"\(256 tokens\): .*step_0+ needs at most {V}")
 
@@ -158,22 +161,22 @@ def test_names_that_are_nothing_are_errors_of_one_line(argv, tmp_path, monkeypat
 def test_settings_in_a_file_are_held_to_the_architecture(hf, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(f"recipe: baby\ninit_from: {hf}\nmodel: {{dropout: 0.25}}")
-    config = parse(["--config", str(file)])
+    config = configure(["--config", str(file)])
     assert (config.model.dropout, config.init_from) == (0.25, str(hf))
     file.write_text(to_yaml(config))
-    assert parse(["--config", str(file)]) == config
+    assert configure(["--config", str(file)]) == config
     file.write_text(f"recipe: baby\ninit_from: {hf}\nmodel: {{num_layers: 9}}")
     with pytest.raises(UserError, match=r"--model.num-layers is 9: expected \d+, as in"):
-        parse(["--config", str(file)])
+        configure(["--config", str(file)])
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"cut")])
 def test_weights_that_vanish_after_they_were_opened_are_one_line(damage, hf, argv, tmp_path):
-    config, source = parse(argv(hf)), read(str(hf))
+    plan = resolve(configure(argv(hf)))
     for path in hf.glob("*.safetensors"):
         damage(path)
     with pytest.raises(UserError, match=r"\.safetensors cannot be read: [^\n]+$"):
-        Engine(config, source=source)
+        build(plan)
 
 
 def test_a_converted_run_says_how_to_train_on(hf, argv, tmp_path):
@@ -183,4 +186,4 @@ def test_a_converted_run_says_how_to_train_on(hf, argv, tmp_path):
     older = json.loads(saved) | {"take_over": False}  # earlier versions had two settings more
     older["train"]["verify_every"] = 5
     assert from_json(json.dumps(older)) == from_json(saved)
-    Engine(parse(argv(run))).loader.close()
+    build(resolve(configure(argv(run)))).loader.close()

@@ -8,13 +8,13 @@ import torch
 
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import Sizes
-from fastgpt.cli import parse
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
+from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)"
@@ -134,4 +134,4 @@ def test_kernels_without_a_compiler_are_an_error_before_data_is_read(toolchain, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     flags = "--train.device cuda --ops.norm triton --data.source nowhere"
     with pytest.raises(UserError, match=r"--ops.norm is triton: no C compiler was found"):
-        Trainer(parse(tiny(flags)))
+        Trainer(configure(tiny(flags)))

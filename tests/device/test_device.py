@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from fastgpt.cli import parse
 from fastgpt.device import device
 from fastgpt.logs.metrics import read_records
+from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.processes import ended
 from tests.runs import series
@@ -96,7 +96,7 @@ def test_compilers_that_are_found(no_compiler, monkeypatch, tmp_path, name):
 
 
 def test_training_without_a_compiler_says_so_in_one_line(tiny, no_compiler, capfd):
-    trainer = Trainer(parse(tiny("--train.compile on --train.device cpu --steps 2")))
+    trainer = Trainer(configure(tiny("--train.compile on --train.device cpu --steps 2")))
     trainer.fit()
     out, err = capfd.readouterr()
     [line] = [line for line in (out + err).splitlines() if "compiler" in line]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fastgpt.cli import parse
 from fastgpt.device import device
 from fastgpt.errors import UserError
 from fastgpt.kernels import runtime
+from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.runs import series
 
@@ -112,7 +112,7 @@ def test_a_run_trains_on_each_kind_of_device(seen, kind, precision, fit, tmp_pat
 def test_what_a_kind_of_device_cannot_do_is_named(seen, kind, flags, message, tiny):
     argv = tiny("--train.device", kind, "--train.compile off", flags)
     with OnTheCPU(kind), pytest.raises(UserError, match=message):
-        Trainer(parse(argv))
+        Trainer(configure(argv))
 
 
 @pytest.mark.parametrize("seen", ["rocm", "cuda"], indirect=True)

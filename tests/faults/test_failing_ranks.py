@@ -18,22 +18,22 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fastgpt import cli
 from fastgpt.errors import UserError
-from fastgpt.train import engine
+from fastgpt.train import loop
 from tests.processes import ROOT
 
 
 def rank(how: str, folder: Path, argv: list[str]) -> None:
-    number, train_step = int(os.environ["RANK"]), engine.Engine.train_step
+    number, seed_dropout = int(os.environ["RANK"]), loop.seed_dropout
 
-    def failing_step(self, stop=None):
-        if self.step == 2 and number == 2:
+    def failing_step(run):
+        if run.step == 2 and number == 2:
             (folder / "failed").touch()
             fail(how)
-        while self.step == 2 and number == 1:
+        while run.step == 2 and number == 1:
             time.sleep(60)
-        train_step(self, stop)
+        seed_dropout(run)
 
-    engine.Engine.train_step = failing_step
+    loop.seed_dropout = failing_step
     if how == "late":
         (folder / "failed").touch()
         time.sleep(600 * (number == 2))

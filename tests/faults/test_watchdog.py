@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.faults import watchdog
 from fastgpt.faults.watchdog import AGAIN_S, SLOW_S
+from fastgpt.train.plan import configure
 from tests.processes import python
 from tests.runs import torchrun
 
@@ -111,4 +111,4 @@ def test_zero_means_never_and_outside_of_training_nothing_stalls(timers, fit):
 
 def test_a_negative_time_is_refused(tiny):
     with pytest.raises(UserError, match=r"--train.stall-s is -1.0: expected 0 or more"):
-        parse(tiny("--train.stall-s -1"))
+        configure(tiny("--train.stall-s -1"))

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fastgpt.cli import parse
 from fastgpt.config.config import TrainConfig
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import configure, resolve
 from tests.runs import finish, series, torchrun
 
 FLAGS = "--train.skip-nonfinite 2 --eval-every 0"
@@ -16,22 +17,24 @@ FLAGS = "--train.skip-nonfinite 2 --eval-every 0"
 
 def poison(engine, at, value):
     """Makes the loss of the given steps infinite or NaN, from a gradient on."""
-    loss = engine.loss
-    engine.loss = lambda x, y: loss(x, y) * (value if engine.step + 1 in at else 1.0)
+    forward = engine.forward
+    engine.forward = lambda x, y: forward(x, y) * (value if engine.step + 1 in at else 1.0)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_skipped_step_changes_nothing_bit_for_bit(tiny, kind, value):
-    skipping, without = (Engine(parse(tiny(FLAGS, f"--optim.kind {kind}"))) for _ in range(2))
+    skipping, without = (
+        build(resolve(configure(tiny(FLAGS, f"--optim.kind {kind}")))) for _ in range(2)
+    )
     poison(skipping, (1, 4), value)
     for step in range(1, 7):
-        skipping.train_step()
+        train(skipping, step)
         if step in (1, 4):  # its batch is left out
             without.loader.next()
             without.step += 1
         else:
-            without.train_step()
+            train(without, step)
             assert skipping.finite_loss() == without.finite_loss()
         trees = [[e.model.state_dict()] for e in (skipping, without)]
         if step > 1:  # before, the one without has no moments, and the other zeros
@@ -96,13 +99,13 @@ def test_ranks_skip_the_step_together(flags, fit, tiny, tmp_path, monkeypatch):
 
 
 def test_after_as_many_in_a_row_the_run_stops_and_names_the_first(tiny, capfd):
-    engine = Engine(parse(tiny(FLAGS)))
+    engine = build(resolve(configure(tiny(FLAGS))))
     poison(engine, (2, 4, 5), torch.nan)
     for _ in range(4):
-        engine.train_step()
+        train(engine, engine.step + 1)
         engine.finite_loss()
-    engine.train_step()
-    engine.train_step()  # a finite one again: the next log line finds out
+    train(engine, engine.step + 1)
+    train(engine, engine.step + 1)  # a finite one again: the next log line finds out
     said = r"^step 4: not finite for 2 steps in a row or longer; at step 6 .*: the gradient of \S+$"
     with pytest.raises(UserError, match=said):
         engine.finite_loss()

@@ -6,10 +6,11 @@ import re
 import pytest
 import torch
 
-from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.guards import spikes
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import Run, build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import configure, resolve
 from fastgpt.train.trainer import Trainer
 from tests.guards.test_skips import poison
 from tests.runs import finish, outcome, series, torchrun
@@ -31,7 +32,7 @@ def short(monkeypatch):
 def test_losses_are_those_of_a_loop_by_hand_that_goes_back(tiny):
     plain = "--optim.grad-clip 0 --optim.weight-decay 0 --optim.beta2 0.95"
     said, batches = [], []
-    engine = Engine(parse(tiny(FLAGS, plain)), said.append)
+    engine = build(resolve(configure(tiny(FLAGS, plain))), said.append)
     said.clear()
     read = engine.loader.next
     engine.loader.next = lambda: batches.append(read()) or batches[-1]
@@ -39,8 +40,8 @@ def test_losses_are_those_of_a_loop_by_hand_that_goes_back(tiny):
     poison(engine, SPIKES, 30.0)
     found = []
     for _ in range(30):
-        engine.train_step()
-        found.append(float(engine.train_loss))
+        train(engine, engine.step + 1)
+        found.append(float(engine.loss))
     engine.loader.close()
     optimizer = torch.optim.AdamW(by_hand.parameters(), 1e-3, (0.8, 0.95), weight_decay=0.0)
     expected, kept = [], {}
@@ -66,13 +67,13 @@ def test_losses_are_those_of_a_loop_by_hand_that_goes_back(tiny):
 
 def poisoned(monkeypatch, at):
     """Makes the losses of the given steps spikes, in every run."""
-    init = Engine.__init__
+    init = Run.__init__
 
     def built(self, *args, **kwargs):
         init(self, *args, **kwargs)
         poison(self, at, 30.0)
 
-    monkeypatch.setattr(Engine, "__init__", built)
+    monkeypatch.setattr(Run, "__init__", built)
 
 
 def test_resumed_run_goes_back_to_the_same_state(fit, tmp_path, monkeypatch):
@@ -93,7 +94,7 @@ def test_spikes_that_do_not_end_stop_the_run(tiny, monkeypatch):
         r" not help \(--train.spike-z\); .*to resume"
     )
     with pytest.raises(UserError, match=said):
-        Trainer(parse(tiny(FLAGS))).fit()
+        Trainer(configure(tiny(FLAGS))).fit()
 
 
 TWO_RANKS = """
@@ -120,4 +121,4 @@ def test_ranks_that_share_weights_go_back_together(fit, tiny, tmp_path, monkeypa
 
 def test_fp16_is_refused(tiny):
     with pytest.raises(UserError, match=r"--train.spike-z is 8.*: expected 0 with --train.preci"):
-        parse(tiny("--train.spike-z 8 --train.precision fp16"))
+        configure(tiny("--train.spike-z 8 --train.precision fp16"))

@@ -5,10 +5,10 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastgpt.cli import parse
 from fastgpt.config.config import saved_config, to_json
 from fastgpt.errors import UserError
 from fastgpt.logs.metrics import read_records
+from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.processes import python
 from tests.runs import Crash, at_step, crash, outcome
@@ -138,10 +138,10 @@ def test_one_that_raises_and_one_that_hangs_cost_nothing_but_what_they_would_sho
 def test_a_package_that_is_missing_is_said_before_anything_is_made(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("fastgpt.logs.metrics.installed", lambda name: None)
     with pytest.raises(UserError, match=r"--track wandb needs wandb: make setup EXTRAS=wandb$"):
-        Trainer(parse(tiny("--track wandb")))
+        Trainer(configure(tiny("--track wandb")))
     monkeypatch.setattr("fastgpt.commands.CHECKOUT", tmp_path)  # as where there is no clone
     with pytest.raises(UserError, match=r"--track wandb needs wandb: pip install wandb$"):
-        Trainer(parse(tiny("--track wandb")))
+        Trainer(configure(tiny("--track wandb")))
     assert not (tmp_path / "run").exists()
 
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F  # noqa: N812 - the name everyone knows it by
 
-from fastgpt.cli import parse
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer
@@ -19,6 +18,7 @@ from fastgpt.model.positions import LearnedPositions
 from fastgpt.ops import tables
 from fastgpt.ops.protocols import Ops
 from fastgpt.train.data import with_vocabulary
+from fastgpt.train.plan import configure
 from tests.models import (
     OPTIONS,
     TINY,
@@ -364,8 +364,8 @@ def test_packed_documents_give_what_each_gives_alone(attention, options):
 def test_tokenizer_without_end_of_text_is_refused(tokenizer, tiny):
     complaint = f"--model.document-mask: the {tokenizer.kind} tokenizer has no end-of-text token"
     with pytest.raises(UserError, match=complaint):
-        with_vocabulary(parse(tiny("--model.document-mask")), tokenizer)
-    assert with_vocabulary(parse(tiny()), tokenizer).model.eot_id is None
+        with_vocabulary(configure(tiny("--model.document-mask")), tokenizer)
+    assert with_vocabulary(configure(tiny()), tokenizer).model.eot_id is None
 
 
 def test_qk_norm_meets_weights_of_its_dtype_under_autocast(monkeypatch):

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fastgpt.train.micro_batch import largest_micro_batch
 
-from fastgpt.cli import parse
 from fastgpt.config.config import ParallelConfig
 from fastgpt.data.items import IGNORED
 from fastgpt.errors import UserError
 from fastgpt.model.context_split import ContextShard
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.parallelize import check_combination, group_size, non_dp_size
-from fastgpt.train.micro_batch import largest_micro_batch
+from fastgpt.train.plan import configure
 
 FSDP, HSDP = "--parallel.kind fsdp", "--parallel.kind hsdp"
 CP, TP = "--parallel.cp 2", f"{FSDP} --parallel.tp 2"
@@ -35,7 +35,7 @@ def test_ranks_that_hold_the_model_together_or_read_the_same_data(settings, grou
 
 def check(flags: list[str], ranks: int) -> None:
     """Makes all checks of a config that a run on so many ranks makes."""
-    config = parse(flags)
+    config = configure(flags)
     config = replace(config, model=replace(config.model, vocab_size=256))
     parallel, world = config.parallel, World(size=ranks)
     non_dp_size(parallel, world)

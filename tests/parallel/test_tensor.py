@@ -11,7 +11,7 @@ TP = "--parallel.kind fsdp --parallel.tp 2"
 TWICE = """
 import os, sys
 import torch
-from fastgpt.cli import parse
+from fastgpt.train.plan import configure
 from fastgpt.faults.failure import abort_all_ranks
 from fastgpt.parallel import parallelize
 from fastgpt.train.trainer import Trainer
@@ -23,9 +23,9 @@ def told(*args, **options):
 parallelize.build_model = told
 with abort_all_ranks():
     for run in ("a", "b"):
-        trainer = Trainer(parse([*sys.argv[2:], "--run-dir", sys.argv[1] + "/" + run]))
+        trainer = Trainer(configure([*sys.argv[2:], "--run-dir", sys.argv[1] + "/" + run]))
         trainer.fit()
-    for name, weight in trainer.engine.model.named_parameters():
+    for name, weight in trainer.run.model.named_parameters():
         one, other = trainer.world.gather(weight.detach().to_local().reshape(1, -1))
         kind = "replicated" if weight.placements[-1].is_replicate() else "cut"
         if trainer.world.is_main:

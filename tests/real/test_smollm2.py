@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import fastgpt
-from fastgpt.cli import parse
 from fastgpt.convert.source import read
 from fastgpt.kernels.decode_attention import op as decode_attention_op
 from fastgpt.sampling.chat import encode, template_of
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import configure, resolve
 from tests.convert.models import converted, files, same
 
 pytestmark = pytest.mark.slow
@@ -119,11 +120,11 @@ def test_a_chat_is_that_of_transformers_alone_and_in_a_batch(theirs, ours, folde
 def test_training_goes_as_with_transformers(theirs, tmp_path, monkeypatch):
     chats = [{"prompt": f"What is {i} + {i}?", "completion": f"It is {2 * i}."} for i in range(24)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    engine = Engine(parse([
+    engine = build(resolve(configure([
         "baby", *FLAGS.split(), "--init-from", str(PLACE / FILE),
         "--data.source", str(tmp_path / "chats.jsonl"), "--run-dir", str(tmp_path / "run"),
-    ]))  # fmt: skip
-    model, optim, batches = copy.deepcopy(theirs[0]), engine.config.optim, []
+    ])))  # fmt: skip
+    model, optim, batches = copy.deepcopy(theirs[0]), engine.plan.config.optim, []
     read_next = engine.loader.next
     monkeypatch.setattr(engine.loader, "next", lambda: batches.append(read_next()) or batches[-1])
     decays = {True: optim.weight_decay, False: 0.0}
@@ -134,7 +135,7 @@ def test_training_goes_as_with_transformers(theirs, tmp_path, monkeypatch):
     optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     first = None
     for _ in range(20):
-        engine.train_step()
+        train(engine, engine.step + 1)
         x, y = batches[-1]
         loss = F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten())
         optimizer.zero_grad()
@@ -142,7 +143,7 @@ def test_training_goes_as_with_transformers(theirs, tmp_path, monkeypatch):
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
         optimizer.step()
         first = first or loss.item()
-        assert float(engine.train_loss) == pytest.approx(loss.item(), abs=1e-4)
+        assert float(engine.loss) == pytest.approx(loss.item(), abs=1e-4)
     assert loss.item() < first / 2
     engine.loader.close()
 

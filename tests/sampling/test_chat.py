@@ -9,7 +9,6 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 
 import fastgpt
 from fastgpt import sample
-from fastgpt.cli import parse
 from fastgpt.convert.source import read
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.data.tokenizers.huggingface import JsonTokenizer
@@ -17,7 +16,8 @@ from fastgpt.errors import UserError
 from fastgpt.sampling.chat import CHATML, Rows, Template, encode, open_conversations, template_of
 from fastgpt.sampling.streaming import Continuation
 from fastgpt.sampling.text import encode_prompt
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.plan import configure, resolve
 from tests.convert.models import converted, saved, theirs
 from tests.runs import outcome
 
@@ -177,7 +177,7 @@ def test_other_programs_begin_our_conversations_as_we_do(fit, chats, tmp_path):
 
 def test_the_loss_is_that_of_the_answers(tiny, chats):
     rows = [{"messages": TALK[:2]}, {"prompt": "why", "completion": "because"}, {"messages": TALK}]
-    engine = Engine(parse(tiny(FLAGS, chats(*rows))))
+    engine = build(resolve(configure(tiny(FLAGS, chats(*rows)))))
     x, y = engine.loader.next()
     logits = engine.model(x)[..., :256]
     losses = []
@@ -262,13 +262,13 @@ def test_bad_conversations_are_named(kind, tiny, chats):
     bad, said = BAD[kind]
     source = chats({"messages": TALK}, bad)
     with pytest.raises(UserError, match=rf"chats.jsonl, line 2: (the conversation )?{said}"):
-        Engine(parse(tiny(FLAGS, source)))
+        build(resolve(configure(tiny(FLAGS, source))))
 
 
 def test_bad_files_and_templates_are_named(tiny, chats, tokenizer, tmp_path):
     def refused(source, said, *flags):
         with pytest.raises(UserError, match=said):
-            Engine(parse(tiny(FLAGS, source, *flags)))
+            build(resolve(configure(tiny(FLAGS, source, *flags))))
 
     refused(chats(text="{"), r"chats.jsonl, line 1: not JSON \(")
     refused(chats({"messages": TALK}), r"has 1 conversations: expected two or more")

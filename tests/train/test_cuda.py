@@ -9,13 +9,14 @@ import torch.distributed as dist
 
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import TRIALS, Sizes
-from fastgpt.cli import parse
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.logs.metrics import read_records
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import configure, resolve
 from fastgpt.train.trainer import Trainer
 from tests.runs import finish, series, torchrun
 
@@ -70,12 +71,12 @@ def test_gpt_on_cuda_is_the_gpt_on_the_cpu(asked, options, precision, bound):
 
 
 def test_a_step_waits_for_nothing(tiny):
-    engine = Engine(parse(on_cuda(tiny, "--train.compile off")))
+    engine = build(resolve(configure(on_cuda(tiny, "--train.compile off"))))
     for _ in range(2):
-        engine.train_step()
+        train(engine, engine.step + 1)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.train_step()
+        train(engine, engine.step + 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
         engine.loader.close()
@@ -101,12 +102,12 @@ def test_collectives_of_one_rank_hand_back_what_they_got(tmp_path):
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_trains_compiled_and_resumes(tiny, tmp_path, kind, precision):
     flags = f"--optim.kind {kind} --train.precision {precision} --model.dropout 0.1 --save-every 4"
-    Trainer(parse(on_cuda(tiny, flags))).fit()
+    Trainer(configure(on_cuda(tiny, flags))).fit()
     losses = series(tmp_path / "run", "train_loss")
     assert losses[8] < losses[1]
     again = tmp_path / "again"
     at = tmp_path / "run" / "checkpoints" / "step_00000004"
-    Trainer(parse(["--resume", str(at), "--run-dir", str(again)])).fit()
+    Trainer(configure(["--resume", str(at), "--run-dir", str(again)])).fit()
     for step, loss in series(again, "train_loss").items():
         # sums over atomics are not in one order on a GPU
         assert loss == pytest.approx(losses[step], rel=1e-3)

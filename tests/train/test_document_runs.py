@@ -7,10 +7,10 @@ import pytest
 import requests
 import torch
 
-from fastgpt.cli import parse
 from fastgpt.errors import UserError
 from fastgpt.logs.metrics import read_records
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.plan import configure, resolve
 from fastgpt.train.trainer import Trainer
 from tests.data.sets import prepared, texts, write_documents
 from tests.runs import (
@@ -50,7 +50,7 @@ def test_documents_have_the_tokenizer_of_the_recipe(tiny, tmp_path, monkeypatch,
         if not flags
         else pytest.raises(UserError, match=r"with --data.tokenizer bytes")
     ):
-        assert Engine(parse(argv)).data.tokenizer.kind == "bytes"
+        assert build(resolve(configure(argv))).data.tokenizer.kind == "bytes"
 
 
 def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length(
@@ -71,9 +71,9 @@ def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length
 
 
 def test_loss_is_the_mean_over_all_targets_and_no_filling(tiny, documents):
-    trainer = Trainer(parse(tiny(documents, PLAIN, "--steps 1 --train.micro-batch 1")))
-    engine = trainer.engine
-    corpus = engine.data.corpora[0]
+    trainer = Trainer(configure(tiny(documents, PLAIN, "--steps 1 --train.micro-batch 1")))
+    engine = trainer.run
+    corpus = engine.plan.data.corpora[0]
     eot = corpus.tokenizer.eot_id
 
     def losses(samples):
@@ -91,7 +91,7 @@ def test_loss_is_the_mean_over_all_targets_and_no_filling(tiny, documents):
         return {a: [*tokens[a:b], eot][:33] for a, b in zip(starts, ends)}
 
     train = cut("train")
-    first = engine.data.orders(32, trainer.config.seed)[0].take(0, 0, 4)[0].tolist()
+    first = engine.plan.data.orders(32, trainer.config.seed)[0].take(0, 0, 4)[0].tolist()
     expected = losses(train[start] for start in first).mean()
     held_out = losses(cut("val").values())
     assert len({len(train[start]) for start in first}) > 1
@@ -137,4 +137,4 @@ def test_another_alignment_is_no_resume(fit, documents):
 def test_text_without_end_of_text_has_no_documents_to_align_to(tiny, align):
     complaint = "bytes tokenizer has no end-of-text token to tell documents apart"
     with pytest.raises(UserError, match=complaint):
-        Trainer(parse(tiny(f"--data.align {align}")))
+        Trainer(configure(tiny(f"--data.align {align}")))

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from fastgpt.cli import parse
 from fastgpt.device import device
 from fastgpt.errors import UserError, shown_in_one_line
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import configure, resolve
 from fastgpt.train.trainer import Trainer
 from tests.runs import one_line_error, torchrun
 
@@ -18,15 +19,16 @@ def test_peak_memory_is_that_of_training_alone(tiny, monkeypatch):
     """A rehearsal that failed has taken more than the run will; the peak begins after the last."""
     events = []
 
-    def rehearse(_, size):
+    def probe(*parts):
+        size = parts[-1]
         events.append(size)
         if size > 4:
             raise torch.OutOfMemoryError
 
     monkeypatch.setattr(device, "reset_peak_memory", lambda _: events.append("reset"))
-    monkeypatch.setattr("fastgpt.train.micro_batch.REHEARSED", {"cpu"})
-    monkeypatch.setattr(Engine, "_rehearse", rehearse)
-    Engine(parse(tiny("--train.micro-batch 8"))).loader.close()
+    monkeypatch.setattr("fastgpt.train.build.PROBED", {"cpu"})
+    monkeypatch.setattr("fastgpt.train.build.try_micro_steps", probe)
+    build(resolve(configure(tiny("--train.micro-batch 8")))).loader.close()
     assert events == [8, 4, "reset"]
 
 
@@ -35,14 +37,14 @@ def test_memory_that_runs_out_later_or_at_once_is_one_clear_error(tiny, monkeypa
     def run_out(*_):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("fastgpt.train.micro_batch.REHEARSED", {"cpu"})
-    trainer = Trainer(parse(tiny("--train.micro-batch 8")))
-    trainer.engine.loss = run_out
+    monkeypatch.setattr("fastgpt.train.build.PROBED", {"cpu"})
+    trainer = Trainer(configure(tiny("--train.micro-batch 8")))
+    trainer.run.forward = run_out
     with pytest.raises(UserError, match=r"^step \d: no GPU memory left with micro-batches of 8"):
         trainer.fit()
-    monkeypatch.setattr(Engine, "_rehearse", run_out)
+    monkeypatch.setattr("fastgpt.train.build.try_micro_steps", run_out)
     with pytest.raises(UserError, match=r"^no GPU memory left for a step with a micro-batch of 1"):
-        Engine(parse(tiny()))
+        build(resolve(configure(tiny())))
 
 
 FULL = (
@@ -58,29 +60,29 @@ FULL = (
     ],
 )
 def test_a_gpu_that_other_programs_fill_is_one_line(error, said, tiny, monkeypatch, capfd):
-    def build(*_, **__):
+    def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("fastgpt.parallel.parallelize.build_model", build)
-    line = one_line_error(capfd, shown_in_one_line()(Engine), parse(tiny()))
+    monkeypatch.setattr("fastgpt.parallel.parallelize.build_model", fail)
+    line = one_line_error(capfd, shown_in_one_line()(build), resolve(configure(tiny())))
     assert line.startswith(f"error: {said}: end other programs on the GPU (nvidia-smi shows them)")
     error.args = ("a bug",)
     with pytest.raises(type(error), match="a bug"):
-        shown_in_one_line()(Engine)(parse(tiny()))
+        shown_in_one_line()(build)(resolve(configure(tiny())))
 
 
 RUN_OUT = """
 import os, torch, train
-from fastgpt.train.engine import Engine
+from fastgpt.train import loop
 
-step = Engine.train_step
+seed = loop.seed_dropout
 
-def run_out(engine, stop=None):
-    if engine.step == 2 and os.environ["RANK"] == "1":
+def run_out(run):
+    if run.step == 2 and os.environ["RANK"] == "1":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    step(engine, stop)
+    seed(run)
 
-Engine.train_step = run_out
+loop.seed_dropout = run_out
 train.main()
 """
 
@@ -94,7 +96,7 @@ def test_one_rank_without_memory_ends_all(tiny, tmp_path):
 
 
 def test_an_overflow_of_fp16_is_not_reported_for_a_later_failure(tiny):
-    engine = Engine(parse(tiny("--optim.kind adamw --steps 20")))
+    engine = build(resolve(configure(tiny("--optim.kind adamw --steps 20"))))
     engine.optimizers.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     weights = dict(engine.model.named_parameters())
     for name, steps in {"wte.weight": [1], "h.0.mlp.c_fc.weight": range(4, 9)}.items():
@@ -104,11 +106,11 @@ def test_an_overflow_of_fp16_is_not_reported_for_a_later_failure(tiny):
 
         weights[name].register_hook(spoilt)
     for _ in range(3):
-        engine.train_step()
+        train(engine, engine.step + 1)
         engine.finite_loss()
     assert engine.optimizers.scaler.get_scale() == 2.0  # of the overflow
     for _ in range(2):
-        engine.train_step()
+        train(engine, engine.step + 1)
     said = r"^step 4: not finite; at step 5 .*: the gradient of h.0.mlp.c_fc.weight$"
     with pytest.raises(UserError, match=said):
         engine.finite_loss()

@@ -9,11 +9,11 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch.utils.data import TensorDataset
 
 import fastgpt
-from fastgpt.cli import parse
 from fastgpt.data.dataset import open_own
 from fastgpt.errors import UserError
 from fastgpt.model.build import build_model
 from fastgpt.ops.tables import select
+from fastgpt.train.plan import configure
 from tests.processes import ROOT
 from tests.runs import assert_same_up_to_rounding, finish, outcome, series, torchrun
 
@@ -23,12 +23,12 @@ FLAGS = (
 )
 SCRIPT = """
 import sys
-from fastgpt.cli import parse
+from fastgpt.train.plan import configure
 from fastgpt.faults.failure import abort_all_ranks
 from fastgpt.train.trainer import Trainer
 from tests.train.test_own_data import own
 with abort_all_ranks():
-    Trainer(parse(sys.argv[1:]), own()).fit()
+    Trainer(configure(sys.argv[1:]), own()).fit()
 """
 
 
@@ -43,7 +43,7 @@ def own(vocab_size=50, train=20, **options):
 
 
 def trained(argv, data=None):
-    config = parse(argv)
+    config = configure(argv)
     fastgpt.Trainer(config, data or own()).fit()
     return config.run_dir
 
@@ -51,7 +51,7 @@ def trained(argv, data=None):
 def test_losses_are_those_of_a_loop_by_hand(tiny):
     """8 items a step in 4 micro-batches; the mean is over the targets of all 8."""
     run = trained(tiny(FLAGS))
-    config, data = parse(tiny(FLAGS)), own()
+    config, data = configure(tiny(FLAGS)), own()
     [order] = open_own(data, 16, config.data).orders(16, config.seed)
     torch.manual_seed(config.seed)
     plain = select(config.ops, "cpu")
@@ -104,12 +104,12 @@ def test_ranks_share_the_items_and_a_run_goes_on(tiny, tmp_path):
 )  # fmt: skip
 def test_bad_items_are_named(change, said, tiny):
     with pytest.raises(UserError, match=said):
-        fastgpt.Trainer(parse(tiny(FLAGS)), change(own()))
+        fastgpt.Trainer(configure(tiny(FLAGS)), change(own()))
 
 
 def test_random_batches_are_refused(tiny):
     with pytest.raises(UserError, match=r"--data.eval-batches: own data sets are evaluated whole"):
-        fastgpt.Trainer(parse(tiny("--data.eval-batches 2")), own())
+        fastgpt.Trainer(configure(tiny("--data.eval-batches 2")), own())
 
 
 def test_the_pages_example_runs(tmp_path, monkeypatch, one_thread):

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from fastgpt.checkpoint.async_saver import Saver
-from fastgpt.cli import parse
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
@@ -32,7 +31,8 @@ from fastgpt.logs.metrics import MetricsLog, plot_losses, read_records
 from fastgpt.model.flops import flops_per_token
 from fastgpt.model.gpt import GPT
 from fastgpt.parallel import signals
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.plan import configure, resolve
 from fastgpt.train.trainer import Trainer
 from tests.runs import ROOT, assert_shows_two_curves, before_each, series
 
@@ -129,7 +129,7 @@ def test_steps_between_logs_do_not_wait_for_the_device(tiny, monkeypatch, skippi
     monkeypatch.setattr(Saver, "start", lambda *_: None)
     flags = "--steps 12 --log-every 4 --eval-every 0 --save-every 0 --optim.kind muon"
     flags += f" --train.skip-nonfinite {skipping}"
-    trainer = Trainer(parse(tiny(flags, "--train.sample-tokens 0 --train.micro-batch 4")))
+    trainer = Trainer(configure(tiny(flags, "--train.sample-tokens 0 --train.micro-batch 4")))
     at_log = []
     monkeypatch.setattr(trainer.display, "step", lambda *_: at_log.append(len(reads)))
     with Reads():
@@ -142,17 +142,17 @@ def test_label_smoothing_and_z_loss_reach_the_training_loss_alone(fit, tiny, tmp
     flags = "--train.label-smoothing 0.1 --train.z-loss 0.01 --steps 1"
     plain, run = fit(f"--steps 1 --run-dir {tmp_path / 'plain'}"), fit(flags)
     assert series(run, "val_loss")[0] == series(plain, "val_loss")[0]
-    engine = Engine(parse(tiny("--steps 1")))
+    engine = build(resolve(configure(tiny("--steps 1"))))
     engine.model.label_smoothing, engine.model.z_loss = 0.1, 0.01
     loss = engine.model(*engine.loader.next())
     engine.loader.close()
     assert series(run, "train_loss")[1] == pytest.approx(loss.item(), rel=1e-6)
-    kept = parse(["--resume", str(run)]).train
+    kept = configure(["--resume", str(run)]).train
     assert (kept.label_smoothing, kept.z_loss) == (0.1, 0.01)
     config = json.loads((run / "config.json").read_text())
     del config["train"]["label_smoothing"], config["train"]["z_loss"]  # as before there were any
     (run / "config.json").write_text(json.dumps(config))
-    assert parse(["--resume", str(run)]).train == parse(tiny()).train
+    assert configure(["--resume", str(run)]).train == configure(tiny()).train
 
 
 # --- metrics --------------------------------------------------------------------------------------
@@ -170,10 +170,10 @@ def test_metrics_have_the_promised_keys(fit):
 
 
 def test_first_val_loss_is_of_the_untrained_model_over_every_held_out_token(tiny):
-    trainer = Trainer(parse(tiny("--data.eval-tokens 0")))
-    val = trainer.engine.data.corpora[0].val
+    trainer = Trainer(configure(tiny("--data.eval-tokens 0")))
+    val = trainer.run.plan.data.corpora[0].val
     batches = eval_batches(val, context=16, micro_batch=1, rank=0, world_size=1, max_tokens=0)
-    model = trainer.engine.model
+    model = trainer.run.model
     total = sum(model(x, y).item() * int((y != IGNORED).sum()) for x, y in batches)
     trainer.fit()
     first = read_records(trainer.run_dir / "metrics.jsonl")[0]
@@ -212,7 +212,7 @@ def test_throughput_is_of_training_alone(fit, monkeypatch):
     def save(*_, **__):
         clock.now += 0.5
 
-    monkeypatch.setattr("fastgpt.train.trainer.time", clock)
+    monkeypatch.setattr("fastgpt.train.recorder.time", clock)
     before_each(monkeypatch, GPT, "forward", forward)
     before_each(monkeypatch, Saver, "save", save)
     monkeypatch.setattr(device, "measured_peak", lambda *_: 1e9)
@@ -241,7 +241,7 @@ def test_tensorboard_holds_what_metrics_hold(fit):
 
 
 def test_manifest_says_what_ran(tiny, text):
-    trainer = Trainer(parse(tiny("--steps 1")))
+    trainer = Trainer(configure(tiny("--steps 1")))
     trainer.fit()
     manifest = json.loads((trainer.run_dir / "manifest.json").read_text())
     assert manifest["versions"]["torch"] == torch.__version__
@@ -340,7 +340,7 @@ def test_name_is_the_recipe_and_the_time(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "20240102-030405")
     for _ in range(2):
-        Trainer(parse(tiny("--steps 1 --run-dir None"))).fit()
+        Trainer(configure(tiny("--steps 1 --run-dir None"))).fit()
     names = sorted(path.name for path in Path("runs").iterdir())
     assert names == ["baby-20240102-030405", "baby-20240102-030405-2"]
 

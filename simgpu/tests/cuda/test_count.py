@@ -73,14 +73,15 @@ RANKS = """
 import os, sys, threading
 sys.path.insert(0, os.getcwd())
 import simgpu
-from fastgpt.cli import parse
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import configure, resolve
 
-engine = Engine(parse(sys.argv[1:]))
+engine = build(resolve(configure(sys.argv[1:])))
 for _ in range(2):
-    engine.train_step()
+    train(engine, engine.step + 1)
 with simgpu.trace() as works:
-    engine.train_step()
+    train(engine, engine.step + 1)
 backward = [x for x in works if x.thread != threading.get_native_id()]
 moved = [0 if x.name.startswith("nccl") else x.read + x.written for x in backward]
 sent = next(i for i, x in enumerate(backward) if x.name in ("ncclAllReduce", "ncclReduceScatter"))

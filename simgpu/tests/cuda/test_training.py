@@ -147,14 +147,14 @@ DIES = """
 import os, sys
 sys.path.insert(0, os.getcwd())
 import train
-from fastgpt.train.engine import Engine
+from fastgpt.train import loop
 
-def dying(self, *args):
-    if self.step == 2 and os.environ["RANK"] == "1":
+def dying(run):
+    if run.step == 2 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)
-    return step(self, *args)
+    return seed(run)
 
-step, Engine.train_step = Engine.train_step, dying
+seed, loop.seed_dropout = loop.seed_dropout, dying
 train.main()
 """
 
@@ -195,15 +195,16 @@ def test_too_little_memory_halves_the_micro_batch(train):
 
 COUNTS = """
 import sys, torch, simgpu
-from fastgpt.cli import parse
 from fastgpt.parallel.signals import StopSignal
-from fastgpt.train.engine import Engine
+from fastgpt.train.build import build
+from fastgpt.train.loop import train
+from fastgpt.train.plan import configure, resolve
 from simgpu.launches import launched
-engine, stop = Engine(parse(sys.argv[1:])), StopSignal(print)
+engine, stop = build(resolve(configure(sys.argv[1:]))), StopSignal(print)
 steps = []
 for _ in range(6):
     before, stats, kernels = simgpu.counts(), torch.cuda.memory_stats(), launched.total()
-    engine.train_step(stop)
+    train(engine, engine.step + 1, stop=stop)
     got, now = simgpu.counts() - before, torch.cuda.memory_stats()
     kept = "allocated_bytes.all.current", "num_sync_all_streams"  # empty_cache adds to the latter
     more = {name: now[name] - stats[name] for name in kept if now[name] != stats[name]}
@@ -220,9 +221,9 @@ print("COUNTS", *steps[5])
 
 WAITS = """
 import sys, simgpu
-from fastgpt.cli import parse
-from fastgpt.train.engine import Engine
-engine = Engine(parse(sys.argv[1:]))
+from fastgpt.train.build import build
+from fastgpt.train.plan import configure, resolve
+engine = build(resolve(configure(sys.argv[1:])))
 engine.evaluate("val")
 before = simgpu.waits()
 engine.evaluate("val")

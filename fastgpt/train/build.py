@@ -1,0 +1,278 @@
+"""The parts of a run on one rank, built from its plan: model, optimizers, loader and guards."""
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fastgpt.data.loader import Loader
+from fastgpt.data.order import Mixture
+from fastgpt.device import cpu, device
+from fastgpt.errors import UserError
+from fastgpt.evaluate.validation import mean_loss, validation_batches
+from fastgpt.guards.nonfinite import Finite, check_weights
+from fastgpt.guards.spikes import Spikes
+from fastgpt.model.gpt import GPT, VOCAB_TABLES
+from fastgpt.parallel import fsdp, parallelize
+from fastgpt.parallel.signals import StopSignal
+from fastgpt.train import init_from
+from fastgpt.train.init_from import Warn
+from fastgpt.train.optim import Optimizers
+from fastgpt.train.plan import Plan
+from fastgpt.train.resume import restore
+
+PROBED = {"cuda"}
+"""Types of device with memory of their own, which a step may use up."""
+
+
+def build(plan: Plan, warn: Warn = print, probe: bool = True) -> "Run":
+    """Builds what a run needs to take steps; a collective operation.
+
+    Args:
+        probe: on one GPU, halve a micro-batch that its memory is too small for.
+
+    Raises:
+        UserError: the weights or the checkpoint do not fit, or memory is too small.
+    """
+    config, world, on = plan.config, plan.world, plan.device
+    if on == "cpu":
+        cpu.prepare(compiled=plan.compiled)
+    if config.train.tf32:
+        torch.set_float32_matmul_precision("high")
+    model = parallelize.build_parallel_model(
+        config, plan.ops, world, on,
+        narrow_residual=plan.narrow_residual, compiled=plan.compiled,
+    )  # fmt: skip
+    forward, ddp = _compiled(plan, model)
+    scaler = torch.amp.GradScaler(on, enabled=plan.precision == "fp16")
+    optimizers = Optimizers(model, config.optim, scaler, world, plan.precision)
+    if plan.source is not None:
+        init_from.load_weights(plan.source, model)
+    if plan.resumed.checkpoint is not None:
+        restore(plan.resumed.checkpoint, model, optimizers, world)
+    if config.train.compile == "graphs":
+        optimizers.keep_gradients()
+    micro_batch = plan.micro_batch
+    if probe and world.size == 1 and on in PROBED:
+        micro_batch = probe_micro_batch(plan, forward, optimizers, warn)
+        device.reset_peak_memory(on)
+    loader = Loader(
+        [corpus.train for corpus in plan.data.corpora],
+        Mixture(plan.orders, plan.data.weights, plan.resumed.position),
+        context=config.model.context, global_batch=config.global_batch, micro_batch=micro_batch,
+        rank=world.dp_rank, world_size=world.dp_size, pad_id=plan.data.pad_id, device=on,
+    )  # fmt: skip
+    return Run(plan, model, forward, ddp, optimizers, loader, micro_batch, warn)
+
+
+class Run:
+    """A run on one rank: its parts, and how far it has come."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: GPT,
+        forward: Callable[..., Tensor],
+        ddp: DistributedDataParallel | None,
+        optimizers: Optimizers,
+        loader: Loader,
+        micro_batch: int,
+        warn: Warn,
+    ) -> None:
+        self.plan, self.model, self.optimizers, self.loader = plan, model, optimizers, loader
+        self.forward, self.ddp = forward, ddp
+        """The model as evaluations call it, compiled if asked for, and its DDP replica, if any."""
+        self.micro_batch = micro_batch
+        self.names = [name for name, _ in model.named_parameters()]
+        self.step = plan.resumed.step
+        self.loss = self.grad_norm = torch.zeros((), device=plan.device)
+        """Training loss and gradient norm of the last step, on the device: reading them waits."""
+        train, checkpoint = plan.config.train, plan.resumed.checkpoint
+        self.finite = Finite(train.skip_nonfinite, optimizers.norms)
+        self.spikes = None
+        if train.spike_z:
+            self.spikes = Spikes(train.spike_z, self._weights_and_moments, warn)
+            if checkpoint is not None:
+                self.spikes.load(self.step, checkpoint.state.get("spikes", {}))
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the run has trained on, with padding."""
+        resumed, per_step = self.plan.resumed, self.plan.config.train.batch_tokens
+        return resumed.tokens + (self.step - resumed.step) * per_step
+
+    def epochs(self) -> list[float]:
+        """Returns the number of epochs read so far of each corpus."""
+        state = self.loader.state()
+        places = zip(state["epoch"], state["index"], self.plan.epoch_sizes)
+        return [epoch + index / size for epoch, index, size in places]
+
+    def autocast(self) -> AbstractContextManager:
+        """Returns the autocast context of every forward pass."""
+        return device.autocast(self.plan.device, self.plan.precision)
+
+    def no_sync(self) -> AbstractContextManager:
+        """Returns a context in which gradients stay on their rank."""
+        if self.plan.sharded:
+            return fsdp.no_sync(self.model)
+        return nullcontext() if self.ddp is None else self.ddp.no_sync()
+
+    def evaluate(
+        self,
+        split: str,
+        max_tokens: int = 0,
+        stop: StopSignal | None = None,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> list[tuple[float, int]]:
+        """Computes the mean loss in nats for each corpus, and the number of targets scored.
+
+        Args:
+            split: `val`; or `train` if `data.eval_batches` is set, which replaces `max_tokens`.
+            max_tokens: approximate number of targets to score in fixed windows; 0: all.
+            stop: checked before each batch; if it was received, `Stopped` is raised.
+            report: called before each batch with the progress.
+        """
+        plan, results = self.plan, []
+        self.model.eval()
+        for corpus in plan.data.corpora:
+            batches = validation_batches(
+                plan.config, plan.data, corpus, split, max_tokens=max_tokens, step=self.step,
+                micro_batch=self.micro_batch, world=plan.world,
+            )  # fmt: skip
+            if plan.has_forward_collectives:  # ranks that share weights gather them in each batch
+                batches.count = int(plan.world.gather(torch.tensor([len(batches)])).max())
+            loss = mean_loss(
+                self.forward, batches, world=plan.world, device=plan.device,
+                autocast=self.autocast(), stop=stop, all_reduce=plan.has_forward_collectives,
+                report=report,
+            )  # fmt: skip
+            results.append(loss)
+        self.model.train()
+        return results
+
+    def finite_loss(self) -> tuple[float, float]:
+        """Returns the loss and the gradient norm of the last step; syncs with the device.
+
+        With fp16 the norm may be infinite: that step was skipped, and the loss scale was lowered.
+        With `train.skip_nonfinite` both may be anything, if that step was skipped. Otherwise, or if
+        too many steps were skipped, a `UserError` names the first step and tensor not finite.
+        """
+        return self.finite.checked(
+            self.loss, self.grad_norm, self.step, self.optimizers.scaler, self.names
+        )
+
+    def check_weights(self) -> None:
+        """Raises `UserError` that names the first weight that is not finite, if there is one."""
+        check_weights(self.optimizers.parameters, self.names, self.step)
+
+    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Returns the weights and the state that a checkpoint stores, not copied.
+
+        Of sharded weights they are whole copies in host memory on the main rank, and the other
+        ranks have none; it is a collective operation.
+        """
+        if not self.plan.sharded:
+            return self.model.state_dict(), self.state()
+        # not the model's own: FSDP puts whole weights in their place between two forwards
+        own = zip(self.names, self.optimizers.parameters)
+        weights = {name: fsdp.gathered(x.detach(), x) for name, x in own}
+        for name in weights.keys() & set(VOCAB_TABLES):
+            weights[name] = weights[name][: self.plan.config.model.vocab_size]
+        return weights, self.state()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state that a checkpoint stores besides the weights."""
+        spikes = {} if self.spikes is None else {"spikes": self.spikes.state()}
+        return spikes | {
+            "optimizers": self.optimizers.state_dict(),
+            "loader": self.loader.state(),
+            "corpus": self.plan.data.identity,
+            "tokens": self.tokens,
+            # each step's random numbers are a function of these and of the rank
+            "rng": {"seed": self.plan.config.seed, "step": self.step},
+        }
+
+    def _weights_and_moments(self) -> tuple[Any, Any]:
+        states = [optimizer.state_dict()["state"] for optimizer in self.optimizers.all]
+        return [x.detach() for x in self.model.parameters()], states
+
+
+def _compiled(
+    plan: Plan, model: GPT
+) -> tuple[Callable[..., Tensor], DistributedDataParallel | None]:
+    """Returns the model, compiled if the plan says so, and where ranks hold whole weights DDP's.
+
+    With several ranks the blocks are compiled, one by one.
+    """
+    if plan.sharded:
+        return model, None
+    if plan.world.size == 1:
+        if not plan.compiled:
+            return model, None
+        # training and evaluation batches have one shape, so each compiles a single graph
+        options = device.compile_options(plan.device, plan.config.train.compile)
+        return torch.compile(model, fullgraph=True, dynamic=False, options=options), None
+    if plan.compiled:
+        torch._dynamo.config.optimize_ddp = False  # DDP would cut blocks at its buckets
+        parallelize.compile_blocks(model, plan.device)
+    return model, parallelize.replicate(model, plan.config.train)
+
+
+def probe_micro_batch(
+    plan: Plan, forward: Callable[..., Tensor], optimizers: Optimizers, warn: Warn
+) -> int:
+    """Returns the plan's micro-batch, halved until two micro-steps fit into the GPU's memory.
+
+    Raises:
+        UserError: not even one sequence does.
+    """
+    size, share = plan.micro_batch, plan.config.global_batch
+    while True:
+        with suppress(torch.OutOfMemoryError):
+            try_micro_steps(plan, forward, optimizers, size)
+            break
+        gc.collect()  # no longer in the handler, where the error holds the tensors of its frames
+        torch.cuda.empty_cache()
+        if size == 1:
+            raise UserError(
+                "no GPU memory left for a step with a micro-batch of 1: end other programs on the"
+                " GPU (nvidia-smi shows them), or train a smaller model or with a smaller"
+                " --model.context"
+            )
+        size = next(n for n in range(size // 2, 0, -1) if share % n == 0)
+    if size != plan.micro_batch:
+        warn(
+            f"--train.micro-batch is {plan.micro_batch}, for which the GPU's memory is too small:"
+            f" using {size}, {share // size} at a time for the same batch (gradient accumulation)"
+        )
+    return size
+
+
+def try_micro_steps(
+    plan: Plan, forward: Callable[..., Tensor], optimizers: Optimizers, size: int
+) -> None:
+    """Runs two micro-steps of `size` sequences; weights and optimizers stay as they are.
+
+    They run beside a buffer as large as the optimizer's state, and the second has the gradients of
+    the first in memory, as with accumulation.
+    """
+    if plan.compiled:  # each size has its own graphs, and 8 of a block are the most
+        torch._dynamo.reset_code_caches()
+    shape = size, plan.config.model.context
+    tokens = torch.zeros(shape, dtype=torch.int64, device=plan.device)
+    # AdamW keeps two moments, Muon one; a run that is resumed has loaded them
+    loaded = any(optimizer.state for optimizer in optimizers.all)
+    room = 0 if loaded else sum(8 * x.numel() for x in optimizers.parameters)
+    state = torch.empty(room, dtype=torch.uint8, device=plan.device)
+    try:
+        for _ in range(2):
+            with device.autocast(plan.device, plan.precision):
+                loss = forward(tokens, tokens)
+            loss.backward()
+    finally:
+        del state
+        optimizers.zero_grad()
