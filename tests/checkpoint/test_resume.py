@@ -126,7 +126,7 @@ def test_resume_shows_where_it_starts_and_is_kept_in_the_manifest(fit, monkeypat
 
 @pytest.mark.parametrize(
     ("forward", "saved"),
-    [pytest.param(2, 0, marks=pytest.mark.cpu), (8, 0), (20, 1), (39, 4)],  # CUDA rehearses a step
+    [pytest.param(2, 0, marks=pytest.mark.cpu), (8, 0), (20, 1), (39, 4)],  # CUDA tries a step
     ids=["first-evaluation", "first-step", "second-step", "evaluation"],
 )
 def test_stop_signal_is_answered_before_the_next_forward(

@@ -251,15 +251,15 @@ def test_loss_that_is_not_finite_names_step_tensor_and_checkpoint(
 
     One gradient turns NaN in step 6, after the checkpoint of step 4.
     """
-    ratios = []
+    calls = []
 
-    def spoil(optimizers, ratio, _):
-        ratios.append(ratio)
-        if len(ratios) == 6:
+    def spoil(optimizers):
+        calls.append(optimizers)
+        if len(calls) == 6:
             [matrix] = [p for p in optimizers.parameters if p.shape == (128, 32)]
             matrix.grad[5, 7] = float("nan")
 
-    before_each(monkeypatch, Optimizers, "step", spoil)
+    before_each(monkeypatch, Optimizers, "clip", spoil)
     line = error(tiny("--log-every 4"))
     # found at the log of step 8, when all gradients and weights are NaN: where it began is said
     assert line.startswith("error: step 6: not finite; at step 8 the training loss is nan")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from fastgpt.cli import answer
 from fastgpt.config.files import to_yaml
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
@@ -43,10 +44,9 @@ def test_words_and_numbers_are_those_of_yaml_1_2(written):
     assert (config.seed, config.train.compile, config.train.report) == (10, "off", "on")
 
 
-def test_what_is_printed_is_yaml(written, capsys):
-    with pytest.raises(SystemExit):
-        configure(["shakespeare-cpu", "--steps", "7", "--print-config"])
-    assert configure(["--config", written(capsys.readouterr().out)]).steps == 7
+def test_what_is_printed_is_yaml(written):
+    printed = answer(["shakespeare-cpu", "--steps", "7", "--print-config"])
+    assert configure(["--config", written(printed)]).steps == 7
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def wrong_at_step_3(forward, wrong):
     return forwards
 
 
-@pytest.mark.cpu  # counts forwards, of which CUDA rehearses some
+@pytest.mark.cpu  # counts forwards, of which CUDA tries some before
 @pytest.mark.parametrize(
     "flags",
     [

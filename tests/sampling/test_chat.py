@@ -194,7 +194,7 @@ def test_the_loss_is_that_of_the_answers(tiny, chats):
         losses.extend(F.cross_entropy(placed, answer, reduction="none"))
     engine.loader.close()
     assert len(losses) == (y >= 0).sum()
-    assert engine.loss(x, y).item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    assert engine.forward(x, y).item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
 
 
 def test_a_conversation_is_learnt_by_heart(fit, chats, monkeypatch, capsys):

@@ -16,7 +16,7 @@ from tests.runs import one_line_error, torchrun
 
 @pytest.mark.cpu
 def test_peak_memory_is_that_of_training_alone(tiny, monkeypatch):
-    """A rehearsal that failed has taken more than the run will; the peak begins after the last."""
+    """A probe that failed has taken more than the run will; the peak begins after the last."""
     events = []
 
     def probe(*parts):

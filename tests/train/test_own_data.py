@@ -118,4 +118,4 @@ def test_the_pages_example_runs(tmp_path, monkeypatch, one_thread):
     page = (ROOT / "docs" / "finetuning.md").read_text()
     names = {}
     exec(re.search(r"```python\n(.*?)```", page, re.S)[1], names)
-    assert names["trainer"].engine.step == 2
+    assert names["trainer"].run.step == 2
