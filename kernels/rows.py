@@ -67,7 +67,7 @@ def _norm_sum_kernel(
     tl.store(sums_ptr + offs_n, tl.sum(sums, axis=0), mask=mask_n)
 
 
-def sum_parts(matrices: list[Tensor]) -> Tensor:
+def reduce_partials(matrices: list[Tensor]) -> Tensor:
     """Returns the column sums of matrices of partial sums (P, N), fp32, one after the other."""
     columns = sum(x.shape[1] for x in matrices)
     sums = torch.empty(columns, dtype=torch.float32, device=matrices[0].device)

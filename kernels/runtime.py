@@ -95,30 +95,6 @@ def without_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
 
 
-def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sums over all but the last dimension of x (..., N): (N,), in `dtype`."""
-    return x.reshape(-1, x.shape[-1]).sum(0, dtype=torch.promote_types(dtype, x.dtype)).to(dtype)
-
-
-class _GradientOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:  # pyright: ignore
-        ctx.dtype = bias.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
-        return dx, column_sums(dx, ctx.dtype)
-
-
-def with_gradient_of(bias: Tensor | None, x: Tensor) -> Tensor:
-    """Returns x (..., N), which already contains `bias` (N,), so that autograd finds it in there.
-
-    The bias gets the sums of the columns of x's gradient.
-    """
-    return x if bias is None else _GradientOf.apply(x, bias)  # pyright: ignore
-
-
 # --- launch ---------------------------------------------------------------------------------------
 
 

@@ -16,12 +16,12 @@ from fastgpt.device.device import DTYPES
 from fastgpt.kernels import bias_act, parity
 from fastgpt.kernels.attention.spec import packed
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
-from fastgpt.kernels.spec import Make, Problem, Spec, no_options, with_input_bias
+from fastgpt.kernels.norm.spec import with_x_bias
+from fastgpt.kernels.spec import Make, Problem, Spec, no_options
 from fastgpt.kernels.specs import SPECS
-from fastgpt.model.layers import norm_fuses_bias_grad
 from fastgpt.ops import tables
 
-WEIGHTS = ("weight", "bias", "input_bias")
+WEIGHTS = ("weight", "bias", "x_bias")
 """Inputs that stay in fp32 under autocast; the residual does so, too, unless it is narrow."""
 Tried = tuple[Spec, dict[str, Any], dict[str, Callable[..., Any]]]
 """A trial's op, its problem but for the number of tokens, and its implementations by name: ours,
@@ -87,28 +87,25 @@ def _attention(sizes: Sizes) -> Tried:
         **_heads(model),
         "scale": model.attention_scale,
         "window": model.window,
-        "input_bias": not apart and model.bias_at("qkv"),
         "docs": 2 * min(model.context, 1024) // 3 if model.document_mask else 0,  # their mean: half
     }
-    ours = with_input_bias(tables.PACKED_ATTENTION["triton"])
-    return SPECS["attention_packed"], problem, {
-        "triton": packed(tables.ATTENTION["triton"]) if apart else ours,
-        "sdpa": packed(tables.ATTENTION["sdpa"]),
-    }  # fmt: skip
+    ops = {name: packed(tables.ATTENTION[name]) for name in ("triton", "sdpa")}
+    if not apart:
+        ops["triton"] = tables.PACKED_ATTENTION["triton"]
+    return SPECS["attention_packed"], problem, ops
 
 
 def _norm(sizes: Sizes) -> Tried:
     model, norms = sizes.model, tables.NORMS
     summed = not sizes.transformers
     op = f"{'add_' * summed}{'layer_norm' if model.norm == 'layernorm' else 'rms_norm'}"
-    fused = summed and norm_fuses_bias_grad(model, norms["triton"], "residual")
     problem = {
         "N": model.dim,
         "eps": model.epsilon,
         "without": () if model.bias else ("bias",),
-        "input_bias": fused and model.bias_at("projection"),
+        "x_bias": summed and model.bias_at("projection") and not model.dropout_at("residual"),
     }
-    ops = {name: with_input_bias(getattr(norms[name], op)) for name in ("triton", "torch")}
+    ops = {name: with_x_bias(getattr(norms[name], op)) for name in ("triton", "torch")}
     return SPECS[op], problem, ops
 
 

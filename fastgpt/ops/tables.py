@@ -38,14 +38,12 @@ NORMS = {
         torch_ops.after_sum(torch_ops.layer_norm),
         torch_ops.rms_norm,
         torch_ops.after_sum(torch_ops.rms_norm),
-        fuses_bias_grad=False,
     ),
     "triton": Norms(
         kernels.layer_norm,
         kernels.add_layer_norm,
         kernels.rms_norm,
         kernels.add_rms_norm,
-        fuses_bias_grad=True,
     ),
 }
 ACTIVATION: dict[str, Op] = {"triton": kernels.bias_act}

@@ -120,8 +120,6 @@ def build_parallel_model(
     """
     parallel = config.parallel
     sharded = shards_weights(parallel, world)
-    if sharded:  # a norm would need the bias of a block whose weights are shared out again
-        ops = replace(ops, norms=replace(ops.norms, fuses_bias_grad=False))
     if parallel.tp > 1:
         ops = replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})
     mesh = build_mesh(parallel, world, device) if sharded or world.non_dp_size > 1 else None

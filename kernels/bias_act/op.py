@@ -31,7 +31,7 @@ from torch import Tensor
 from ..checks import check_float
 from ..invariant import elementwise, is_batch_invariant
 from ..runtime import autocast_dtype, define_op, runs_kernels
-from ..sums import vectors_of
+from ..sums import split_grads
 
 # --- reference ------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     x, bias = ctx.saved_tensors
     wanted = ctx.needs_input_grad[1]
     dx, parts = _bias_act_bwd(dy, x, bias, ctx.kind, wanted)
-    (dbias,) = vectors_of([parts], bias.dtype if wanted else None)
+    (dbias,) = split_grads(parts, bias.dtype if wanted else None)
     return dx, dbias, None, None
 
 
