@@ -172,6 +172,7 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
     problems = dict(PROBLEMS)
     if summed:
         problems["x-bias"] = {"M": (2, 23), "N": 520, "x_bias": True}
+        problems["x-bias-no-weight"] = {**PROBLEMS["no-weight"], "x_bias": True}
         problems["many-results"] = {"M": 3, "N": 4104, "x_bias": True}
         problems["widest-whole-row"] = {"M": 3, "N": 8192}
         problems["row-in-parts"] = {"M": 3, "N": WIDE}
