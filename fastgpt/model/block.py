@@ -144,11 +144,12 @@ class Block(nn.Module):
         self.recompute = recompute
         self.pre_norm = config.norm_position == "pre"
         self.ln_1 = Norm(config, ops)
-        # the norm after attention and MLP adds the bias of their output, unless dropout is between
-        skips = [config.dropout_at(place) == 0 for place in ("residual", "feed_forward")]
-        self.attn = Attention(config, ops, cp_shard, skip_bias_add=skips[0])
+        # a norm adds the bias of the projection before it, unless dropout comes in between
+        self.attn = Attention(
+            config, ops, cp_shard, skip_bias_add=not config.dropout_at("residual")
+        )
         self.ln_2 = Norm(config, ops)
-        self.mlp = MLP(config, ops, skip_bias_add=skips[1])
+        self.mlp = MLP(config, ops, skip_bias_add=not config.dropout_at("feed_forward"))
 
     def forward(
         self, x: Tensor, residual: Residual | None, *rest: Any
@@ -159,7 +160,7 @@ class Block(nn.Module):
         if total is None:
             return x, None
         bias = self.mlp.c_proj.skipped_bias
-        # a copy: the next block uses it, and FSDP frees this block's parameters before
+        # a copy, because FSDP frees this block's parameters before the next block adds the bias
         return x, Residual(total, None if bias is None else bias.clone())
 
     def run(

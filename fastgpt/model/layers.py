@@ -30,9 +30,9 @@ class Embedding(nn.Embedding):
 
 
 class Projection(nn.Linear):
-    """Linear layer; with `skip_bias_add` the next op adds the bias, `skipped_bias`.
+    """Linear layer; with `skip_bias_add` the next op adds the bias, `skipped_bias`, instead.
 
-    That op also computes the bias's gradient, without a pass of its own over the output's.
+    That op computes the bias's gradient together with the output's: no pass of its own is needed.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Projection(nn.Linear):
 
 
 class Residual(NamedTuple):
-    """Residual stream, and the bias that what is added to it still lacks."""
+    """Residual stream, and the bias that the projection before it left out."""
 
     stream: Tensor
     x_bias: Tensor | None
