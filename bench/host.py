@@ -68,7 +68,7 @@ def measure(host: Host) -> list[dict]:
             for turn in range(host.rounds + 1):
                 for way, timed in calls.items():
                     listens = mock.patch(
-                        "fastgpt.kernels.runtime._nobody_listens", return_value=WAYS.get(way)
+                        "fastgpt.kernels.runtime.no_hooks", return_value=WAYS.get(way)
                     )
                     with recording(90), listens:
                         took, _ = timer.sample(timed, host.calls)

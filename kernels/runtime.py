@@ -1,6 +1,6 @@
 """Runtime of all Triton ops: where kernels run, and how they are launched and registered.
 
-An op is registered once, by `define_op`, and is then one node to torch.compile. Launchers allocate
+An op is registered once, as an `Op`, and is then one node to torch.compile. Launchers allocate
 with `torch.empty` alone (tests replace it by one that puts poisoned rows around every buffer) and
 launch through `launch` alone, which counts launches and can hand them to a stand-in for the device:
 `kernels.aot` compiles exactly what is recorded, `simgpu.executor` runs it on the CPU. Nothing
@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from . import fences
 from .interpreter import mend_bf16
@@ -190,73 +192,67 @@ NAMESPACE = __name__.partition(".")[0]
 from a folder of `kernels.hub` the name under which it imports that one, so that none clash."""
 
 
-def define_op(
-    schema: str,
-    impl: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
-    backward: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """Registers an op with torch and returns the function that calls it with positional arguments.
+class Op:
+    """Registers an op with torch when it is made, and calls it with positional arguments.
 
-    A call goes through torch's dispatcher only where something listens there: torch.compile, fake
+    A call goes through torch's dispatcher only where something hooks into it: torch.compile, fake
     tensors, dispatch modes (selective checkpointing, FLOP counters). Otherwise it goes straight to
     an autograd function with the same `setup_context` and `backward`, which takes less host time.
-
-    Args:
-        schema: "name(Tensor x, ...) -> (Tensor, ...)", as torch.library.define takes it; outputs
-            must not alias inputs or each other.
-        impl: runs the op on CUDA tensors, and on CPU tensors in the interpreter.
-        fake: returns outputs with the right shapes, strides and dtypes, for the same arguments.
-        setup_context: (ctx, inputs, output); saves what `backward` needs.
-        backward: (ctx, *gradients of the outputs, None where there is none) -> one gradient for
-            each input; without it, a backward through the op raises.
-
-    Returns:
-        Callable: the op.
     """
-    name, parenthesis, rest = schema.partition("(")
-    qualified = f"{NAMESPACE}::{name}"
-    torch.library.define(qualified, parenthesis + rest, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, ("cpu", "cuda"), impl)
 
-    def traced(*args: Any) -> Any:
+    def __init__(
+        self,
+        schema: str,
+        impl: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
+        backward: Callable[..., Any] | None = None,
+    ) -> None:
+        """Registers the op.
+
+        Args:
+            schema: "name(Tensor x, ...) -> (Tensor, ...)", as torch.library.define takes it;
+                outputs must not alias inputs or each other.
+            impl: runs the op on CUDA tensors, and on CPU tensors in the interpreter.
+            fake: returns outputs with the right shapes, strides and dtypes, for the same arguments.
+            setup_context: (ctx, inputs, output); saves what `backward` needs.
+            backward: (ctx, *gradients of the outputs, None where there is none) -> one gradient for
+                each input; without it, a backward through the op raises.
+        """
+        name, parenthesis, rest = schema.partition("(")
+        self.name = f"{NAMESPACE}::{name}"
+        self.impl, self.fake, self.setup_context = impl, fake, setup_context
+        backward = backward or self._refuse
+        torch.library.define(self.name, parenthesis + rest, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(self.name, ("cpu", "cuda"), impl)
+        torch.library.register_fake(self.name, self._fake)
+        torch.library.register_autograd(self.name, backward, setup_context=self._setup_context)
+        self.dispatched = getattr(getattr(torch.ops, NAMESPACE), name)
+        methods = {"forward": self._forward, "backward": once_differentiable(backward)}
+        self.function: Any = type(name, (torch.autograd.Function,), methods)
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or not (no_hooks(*args) and runs_kernels(args[0].device)):
+            return self.dispatched(*args)
+        return self.function.apply(*args) if torch.is_grad_enabled() else self.impl(*args)
+
+    def _fake(self, *args: Any) -> Any:
         _shorten_messages()
-        return fake(*args)
+        return self.fake(*args)
 
-    torch.library.register_fake(qualified, traced)
+    def _forward(self, ctx: Any, /, *args: Any) -> Any:
+        output = self.impl(*args)
+        self._setup_context(ctx, args, output)
+        return output
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        if setup_context is not None:
-            setup_context(ctx, inputs, output)
+        if self.setup_context is not None:
+            self.setup_context(ctx, inputs, output)
 
-    def refuse(ctx: Any, *gradients: Tensor | None) -> NoReturn:
-        raise NotImplementedError(f"{qualified} cannot be differentiated: no double backward")
-
-    derivative = backward or refuse
-    torch.library.register_autograd(qualified, derivative, setup_context=setup)
-    dispatched = getattr(getattr(torch.ops, NAMESPACE), name)
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, /, *args: Any) -> Any:
-            output = impl(*args)
-            setup(ctx, args, output)
-            return output
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, /, *gradients: Tensor | None) -> Any:
-            return derivative(ctx, *gradients)
-
-    def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or not _nobody_listens(args):
-            return dispatched(*args)
-        return Function.apply(*args) if torch.is_grad_enabled() else impl(*args)
-
-    return call
+    def _refuse(self, ctx: Any, *gradients: Tensor | None) -> NoReturn:
+        raise NotImplementedError(f"{self.name} cannot be differentiated: no double backward")
 
 
 @functools.cache
@@ -273,20 +269,17 @@ def _shorten_messages() -> None:
         OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: str(target))
 
 
-def bypasses_dispatcher(*args: Any) -> bool:
+def no_hooks(*args: Any) -> bool:
     """Returns True if a call may skip torch's dispatcher: only autograd would act on it there.
 
-    While launches are recorded this is True: a recording is of the code that runs without a
-    listener.
+    While launches are recorded this is True: a recording is of the code that runs without a hook.
     """
     if _stand_in is not None and not _stand_in.runs:
         return True
     if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack():
         return False
-    plain = (Tensor, torch.nn.Parameter)
-    return all(type(x) in plain for x in args if isinstance(x, Tensor))
-
-
-def _nobody_listens(args: tuple[Any, ...]) -> bool:
-    """Returns True if a call may go straight to the kernels."""
-    return bypasses_dispatcher(*args) and runs_kernels(args[0].device)
+    for x in args:
+        kind = type(x)
+        if kind is not Tensor and kind is not Parameter and isinstance(x, Tensor):
+            return False
+    return True

@@ -7,7 +7,7 @@ launch the partial sums of several backwards.
 import torch
 from torch import Tensor
 
-from .runtime import define_op
+from .runtime import Op
 
 
 def _sum(parts: Tensor, more: list[Tensor]) -> Tensor:
@@ -20,9 +20,7 @@ def _sum_fake(parts: Tensor, more: list[Tensor]) -> Tensor:
     return parts.new_empty(sum(x.shape[1] for x in (parts, *more)), dtype=torch.float32)
 
 
-_reduce_partials = define_op(
-    "reduce_partials(Tensor parts, Tensor[] more) -> Tensor", _sum, _sum_fake
-)
+_reduce_partials = Op("reduce_partials(Tensor parts, Tensor[] more) -> Tensor", _sum, _sum_fake)
 
 
 def split_grads(parts: Tensor, *dtypes: torch.dtype | None) -> list[Tensor | None]:

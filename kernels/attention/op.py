@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
-from ..runtime import autocast_dtype, define_op, runs_kernels
+from ..runtime import Op, autocast_dtype, runs_kernels
 from .plain import Options, attention_seeded_ref
 
 # --- the op ---------------------------------------------------------------------------------------
@@ -80,13 +80,13 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ..
     return dq, dk, dv, *NO_GRADIENTS
 
 
-_attention_bwd = define_op(
+_attention_bwd = Op(
     "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
-_attention = define_op(
+_attention = Op(
     f"attention(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)",
     _fwd,
     _fwd_fake,
@@ -143,12 +143,12 @@ def _packed_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | N
     return dqkv, None, *NO_GRADIENTS
 
 
-_attention_packed_bwd = define_op(
+_attention_packed_bwd = Op(
     f"attention_packed_bwd(Tensor dout, Tensor qkv, Tensor out, Tensor lse, {OPTIONS}) -> Tensor",
     _packed_bwd,
     _packed_bwd_fake,
 )
-_attention_packed = define_op(
+_attention_packed = Op(
     f"attention_packed_fwd(Tensor qkv, SymInt heads, {OPTIONS}) -> (Tensor, Tensor)",
     _packed_fwd,
     _packed_fwd_fake,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..checks import check_float
 from ..invariant import elementwise, is_batch_invariant
-from ..runtime import autocast_dtype, define_op, runs_kernels
+from ..runtime import Op, autocast_dtype, runs_kernels
 from ..sums import split_grads
 
 # --- reference ------------------------------------------------------------------------------------
@@ -119,13 +119,13 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     return dx, dbias, None, None
 
 
-_bias_act_bwd = define_op(
+_bias_act_bwd = Op(
     "bias_act_backward(Tensor dy, Tensor x, Tensor? bias, str kind, bool wanted) "
     "-> (Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
-_bias_act = define_op(
+_bias_act = Op(
     "bias_act_forward(Tensor x, Tensor? bias, str kind, ScalarType dtype) -> Tensor",
     _fwd,
     _fwd_fake,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..checks import INTEGERS, check_float, check_like
 from ..linear.op import by_onednn, product
-from ..runtime import autocast_dtype, bypasses_dispatcher, define_op
+from ..runtime import Op, autocast_dtype, no_hooks
 from .chunks import tokens_at_a_time
 from .op import OPTIONS, check_options, count, cross_entropy_ref, in_place, reduced
 from .plain import Options
@@ -216,7 +216,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Any, ...]:
         dtypes = _dtypes(x, weight, bias)
         if torch.compiler.is_compiling():  # the compiler fuses it with what comes next
             grads = _scaled_copies(dloss, *ctx.gradients, *dtypes)
-        elif torch.is_grad_enabled() or not (ctx.once and bypasses_dispatcher(dloss)):
+        elif torch.is_grad_enabled() or not (ctx.once and no_hooks(dloss)):
             grads = _scaled(dloss, *ctx.gradients, *dtypes)
         else:  # keeps no second copy; another backward computes them again
             grads = _scaled_(dloss, *ctx.gradients, *dtypes)
@@ -266,20 +266,20 @@ def _again_bwd_fake(
     return empty_gradients(x, weight, Settings(*settings), _dtypes(x, weight, bias))
 
 
-_scaled = define_op(
+_scaled = Op(
     "linear_cross_entropy_scaled(Tensor dloss, Tensor scale, Tensor dx, Tensor dweight, "
     "Tensor dbias, ScalarType x_dtype, ScalarType weight_dtype, ScalarType bias_dtype) "
     "-> (Tensor, Tensor, Tensor)",
     _scaled_copies,
     _scaled_bwd_fake,
 )
-_again = define_op(
+_again = Op(
     "linear_cross_entropy_again(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, "
     f"Tensor targets, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
     _again_bwd,
     _again_bwd_fake,
 )
-_linear_cross_entropy = define_op(
+_linear_cross_entropy = Op(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, str reduction, "
     f"bool once, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fwd,
@@ -349,7 +349,7 @@ def linear_cross_entropy(
     early = torch.is_grad_enabled() and reduction != "none"
     wanted = (early and t is not None and t.requires_grad for t in (x, weight, bias))
     # a dispatch mode may keep the gradients that the op returns with the loss
-    once = torch.compiler.is_compiling() or bypasses_dispatcher(x, weight, targets)
+    once = torch.compiler.is_compiling() or no_hooks(x, weight, targets)
     loss, *_ = _linear_cross_entropy(
         x, weight, bias, targets, reduction, once,
         *wanted, autocast_dtype(x), chunk_tokens or 0, *options,

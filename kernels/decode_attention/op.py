@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
 from ..invariant import attention_invariant, is_batch_invariant
-from ..runtime import autocast_dtype, define_op, runs_kernels, without_autocast
+from ..runtime import Op, autocast_dtype, runs_kernels, without_autocast
 
 
 def decode_attention_ref(
@@ -94,7 +94,7 @@ def _fwd(*args: Any) -> Tensor:
     return decode_attention_fwd(*args)
 
 
-_decode_attention = define_op(
+_decode_attention = Op(
     "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? starts, "
     "Tensor? block_table, float scale) -> Tensor",
     _fwd,

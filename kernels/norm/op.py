@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_float
-from ..runtime import autocast_dtype, define_op, runs_kernels
+from ..runtime import Op, autocast_dtype, runs_kernels
 from ..sums import split_grads
 
 MAX_N = 16_384
@@ -148,14 +148,14 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tu
     return dx, dresidual, *split_grads(parts, *of_vectors), *options
 
 
-_norm_bwd = define_op(
+_norm_bwd = Op(
     "norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor stats, Tensor? weight, "
     "ScalarType dx_dtype, ScalarType? dresidual_dtype, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
-_norm = define_op(
+_norm = Op(
     "norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? x_bias, "
     "float eps, bool centred, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _fwd,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checks import MAX_D, check_float, check_like
-from ..runtime import define_op, runs_kernels
+from ..runtime import Op, runs_kernels
 
 # --- reference ------------------------------------------------------------------------------------
 
@@ -98,12 +98,12 @@ def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]
     return None if dq is None else one, None if dk is None else two, None, None
 
 
-_rotary_bwd = define_op(
+_rotary_bwd = Op(
     "rotary_backward(Tensor cos, Tensor sin, Tensor? dq, Tensor? dk) -> (Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
-_rotary = define_op(
+_rotary = Op(
     "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
     _fwd,
     lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),

@@ -18,7 +18,7 @@ from bench import cases, measure
 from fastgpt.kernels.checks import DTYPES
 from fastgpt.kernels.proof.compile import Case
 from fastgpt.kernels.rows import as_rows
-from fastgpt.kernels.runtime import autocast_dtype, define_op, launch, recording, runs_kernels
+from fastgpt.kernels.runtime import Op, autocast_dtype, launch, recording, runs_kernels
 from fastgpt.kernels.spec import Make, Problem, Spec, Work, rows, work
 from simgpu.executor import FaultError
 from tests.kernels import conformance
@@ -62,7 +62,7 @@ def backward(ctx, dy):
     return (factor * dy.contiguous()).to(ctx.dtype), None
 
 
-_double = define_op(
+_double = Op(
     "test_double(Tensor x, ScalarType dtype) -> Tensor",
     double_fwd,
     double_fake,
