@@ -49,20 +49,20 @@ def _bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from .backward import attention_bwd
 
-    grads = _bwd_fake(dout, q, k, v)
+    grads = _empty(q), _empty(k), _empty(v)
     attention_bwd(dout, q, k, v, out, lse, Options(*options), grads)
     return grads
+
+
+def _empty(x: Tensor) -> Tensor:
+    """Allocates a contiguous tensor like x, whatever the strides of x are."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _bwd_fake(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(q), _empty(k), _empty(v)
-
-
-def _empty(x: Tensor) -> Tensor:
-    """Makes a contiguous tensor like x, whatever the strides of x are."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
