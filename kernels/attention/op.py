@@ -125,7 +125,7 @@ def _packed_bwd(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *options: A
 
 
 def _packed_bwd_fake(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
-    return _empty(qkv)
+    return qkv.new_empty(qkv.shape)
 
 
 def _packed_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
