@@ -2,7 +2,7 @@
 
 Launches are recorded instead of run, on tiny tensors, so that no GPU is needed and only the time of
 Python, torch and our launchers is left. Each op is called straight through its autograd function,
-as `runtime.define_op` does in eager mode, and through torch's dispatcher, for comparison. PyTorch's
+as `runtime.Op` does in eager mode, and through torch's dispatcher, for comparison. PyTorch's
 own op, which does compute, is timed beside it. Triton's own launch is not included.
 """
 

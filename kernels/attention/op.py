@@ -86,8 +86,8 @@ _attention_bwd = Op(
     _bwd,
     _bwd_fake,
 )
-_attention = Op(
-    f"attention(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)",
+_attention_fwd = Op(
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)",
     _fwd,
     _fwd_fake,
     setup_context=_setup_context,
@@ -148,7 +148,7 @@ _attention_packed_bwd = Op(
     _packed_bwd,
     _packed_bwd_fake,
 )
-_attention_packed = Op(
+_attention_packed_fwd = Op(
     f"attention_packed_fwd(Tensor qkv, SymInt heads, {OPTIONS}) -> (Tensor, Tensor)",
     _packed_fwd,
     _packed_fwd_fake,
@@ -216,7 +216,7 @@ def attention(
     if scale is not None and scale <= 0:  # the kernels scale after the maximum
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     options = Options(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
-    out, _ = _attention(q, k, v, *options)
+    out, _ = _attention_fwd(q, k, v, *options)
     return out
 
 
@@ -260,7 +260,7 @@ def attention_packed(
     _check(q, k, v, scale, window, dropout_p, dropout_seed, doc_ids)
     seed = _seed(q, dropout_p, dropout_seed)
     options = Options(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
-    out, _ = _attention_packed(qkv, heads, *options)
+    out, _ = _attention_packed_fwd(qkv, heads, *options)
     return out
 
 

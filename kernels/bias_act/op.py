@@ -120,13 +120,12 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
 
 
 _bias_act_bwd = Op(
-    "bias_act_backward(Tensor dy, Tensor x, Tensor? bias, str kind, bool wanted) "
-    "-> (Tensor, Tensor)",
+    "bias_act_bwd(Tensor dy, Tensor x, Tensor? bias, str kind, bool wanted) -> (Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
-_bias_act = Op(
-    "bias_act_forward(Tensor x, Tensor? bias, str kind, ScalarType dtype) -> Tensor",
+_bias_act_fwd = Op(
+    "bias_act_fwd(Tensor x, Tensor? bias, str kind, ScalarType dtype) -> Tensor",
     _fwd,
     _fwd_fake,
     setup_context=_setup_context,
@@ -163,4 +162,4 @@ def bias_act(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
         check_float("bias", bias, x.shape[-1:], x)
     if not runs_kernels(x.device):
         return bias_act_ref(x, bias, kind)
-    return _bias_act(x, bias, kind, autocast_dtype(x))
+    return _bias_act_fwd(x, bias, kind, autocast_dtype(x))

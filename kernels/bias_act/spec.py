@@ -11,7 +11,7 @@ from ..proof.compile import Case
 from ..spec import Make, Problem, Spec, Work, rows, work
 from .op import ACTIVATIONS, bias_act, bias_act_ref
 
-FWD, BWD, SUM = "_bias_act_fwd_kernel", "_bias_act_bwd_kernel", "_norm_sum_kernel"
+FWD, BWD, SUM = "_bias_act_fwd_kernel", "_bias_act_bwd_kernel", "_reduce_partials_kernel"
 
 
 def eager(x: Tensor, bias: Tensor | None = None, *, kind: str) -> Tensor:

@@ -165,13 +165,14 @@ OPTIONS = (
 """The fields of `Options` in the form of an op schema."""
 
 _cross_entropy_bwd = Op(
-    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, "
+    "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, "
     f"str reduction, {OPTIONS}) -> Tensor",
     _bwd,
     _bwd_fake,
 )
-_cross_entropy = Op(
-    f"cross_entropy(Tensor logits, Tensor targets, str reduction, {OPTIONS}) -> (Tensor, Tensor)",
+_cross_entropy_fwd = Op(
+    f"cross_entropy_fwd(Tensor logits, Tensor targets, str reduction, {OPTIONS}) "
+    "-> (Tensor, Tensor)",
     _fwd,
     _fwd_fake,
     setup_context=_setup_context,
@@ -292,7 +293,7 @@ def cross_entropy(
             )
         loss = _InPlace.apply(flat, flat_targets, reduction, options)
     elif runs_kernels(logits.device):
-        loss, _ = _cross_entropy(flat, flat_targets, reduction, *options)
+        loss, _ = _cross_entropy_fwd(flat, flat_targets, reduction, *options)
     else:
         losses = losses_ref(flat, flat_targets, options)
         loss = reduced(losses, flat_targets, ignore_index, reduction)

@@ -149,14 +149,14 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tu
 
 
 _norm_bwd = Op(
-    "norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor stats, Tensor? weight, "
+    "norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor stats, Tensor? weight, "
     "ScalarType dx_dtype, ScalarType? dresidual_dtype, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
-_norm = Op(
-    "norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? x_bias, "
+_norm_fwd = Op(
+    "norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? x_bias, "
     "float eps, bool centred, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,
@@ -178,7 +178,7 @@ def _run(
     if not runs_kernels(x.device):
         return norm_ref(x, weight, bias, eps, residual=residual, x_bias=x_bias, centred=centred)
     dtype = autocast_dtype(x)
-    y, total, _ = _norm(x, residual, weight, bias, x_bias, eps, centred, dtype)
+    y, total, _ = _norm_fwd(x, residual, weight, bias, x_bias, eps, centred, dtype)
     return y, total
 
 

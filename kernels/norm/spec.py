@@ -12,7 +12,8 @@ from ..proof.compile import Case
 from ..spec import Make, Problem, Spec, Work, rows, work
 from . import op
 
-FWD, DOTS, BWD, SUM = (f"_norm_{part}_kernel" for part in ("fwd", "dots", "bwd", "sum"))
+FWD, DOTS, BWD = "_norm_fwd_kernel", "_norm_dots_kernel", "_norm_bwd_kernel"
+SUM = "_reduce_partials_kernel"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDE = 8_192 + 40
 """Row length for which the backward processes the columns in parts."""

@@ -62,8 +62,8 @@ def backward(ctx, dy):
     return (factor * dy.contiguous()).to(ctx.dtype), None
 
 
-_double = Op(
-    "test_double(Tensor x, ScalarType dtype) -> Tensor",
+_double_fwd = Op(
+    "test_double_fwd(Tensor x, ScalarType dtype) -> Tensor",
     double_fwd,
     double_fake,
     setup_context=setup_context,
@@ -80,7 +80,7 @@ def double(x: Tensor) -> Tensor:
         raise ValueError(f"x: expected (..., N) of fp32, fp16 or bf16, got {x.dtype}")
     if not runs_kernels(x.device) or "no kernel" in FAULTS:
         return double_ref(x)
-    return _double(x, x.dtype if "autocast" in FAULTS else autocast_dtype(x))
+    return _double_fwd(x, x.dtype if "autocast" in FAULTS else autocast_dtype(x))
 
 
 def inputs(s: Problem, make: Make) -> dict[str, Tensor]:

@@ -165,6 +165,6 @@ def test_a_second_derivative_through_the_dispatcher_raises(device):
         with pytest.raises(NotImplementedError, match="no double backward"):
             dx.sum().backward()
     assert list(map(str, calls.seen)) == [
-        "fastgpt.norm_forward.default",
-        "fastgpt.norm_backward.default",
+        "fastgpt.norm_fwd.default",
+        "fastgpt.norm_bwd.default",
     ]
