@@ -2,7 +2,7 @@
 
 An op is registered once, as an `Op`, and is then one node to torch.compile. Launchers allocate
 with `torch.empty` alone (tests replace it by one that puts poisoned rows around every buffer) and
-launch through `launch` alone, which counts launches and can hand them to a stand-in for the device:
+launch through `launch` alone, which counts launches and can hand them to a fake device instead:
 `kernels.aot` compiles exactly what is recorded, `simgpu.executor` runs it on the CPU. Nothing
 here imports triton, which macOS lacks.
 """
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from . import fences
-from .interpreter import mend_bf16
+from .interpreter import patch_bf16
 
 # Triton itself reads the variable when it is imported, so a later change has no effect.
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -43,13 +43,13 @@ LAUNCHES: Counter[str] = Counter()
 
 def runs_kernels(device: torch.device) -> bool:
     """Returns True if Triton kernels run on `device`: CUDA, or any device in the interpreter."""
-    return _is_cuda(device) or (INTERPRETING and device.type == "cpu") or _stand_in is not None
+    return _is_cuda(device) or (INTERPRETING and device.type == "cpu") or _fake_device is not None
 
 
 def arch(device: torch.device) -> int:
     """Returns the compute capability as one number (90 for sm_90); 0 in the interpreter."""
-    if _stand_in is not None:
-        return _stand_in.arch
+    if _fake_device is not None:
+        return _fake_device.arch
     return _cuda(device.index)[0] if _is_cuda(device) else 0
 
 
@@ -63,14 +63,14 @@ def family(arch: int | str) -> int:
 
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors, in the interpreter 2 to test row loops."""
-    if _stand_in is not None:
-        return _stand_in.multiprocessors
+    if _fake_device is not None:
+        return _fake_device.multiprocessors
     return _cuda(device.index)[1] if _is_cuda(device) else 2
 
 
 def memory(device: torch.device) -> int:
-    """Returns the bytes of a CUDA device's memory; a stand-in's are an H100's."""
-    return H100_BYTES if _stand_in is not None else _cuda(device.index)[2]
+    """Returns the bytes of a CUDA device's memory; a fake device's are an H100's."""
+    return H100_BYTES if _fake_device is not None else _cuda(device.index)[2]
 
 
 def _is_cuda(device: torch.device) -> bool:
@@ -111,8 +111,8 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class _StandIn:
-    """Stand-in for a CUDA device: records launches or runs them on the CPU."""
+class FakeDevice:
+    """Takes the place of a CUDA device: records launches, or runs them on the CPU."""
 
     arch: int
     multiprocessors: int
@@ -121,14 +121,14 @@ class _StandIn:
     """False if launches are recorded alone."""
 
 
-_stand_in: _StandIn | None = None
+_fake_device: FakeDevice | None = None
 
 
 @contextmanager
 def recording(arch: int) -> Iterator[list[Launch]]:
     """Records launches instead of running them, as if on a device of `arch`; use meta tensors."""
     launches: list[Launch] = []
-    with _standing_in(_StandIn(arch, H100_PROCESSORS, launches.append, runs=False)):
+    with _use(FakeDevice(arch, H100_PROCESSORS, launches.append, runs=False)):
         yield launches
 
 
@@ -138,18 +138,18 @@ def executing(arch: int, run: Callable[[Launch], None], multiprocessors: int = 2
 
     With two multiprocessors, as in the interpreter, small problems reach the loops over rows.
     """
-    with _standing_in(_StandIn(arch, multiprocessors, run, runs=True)):
+    with _use(FakeDevice(arch, multiprocessors, run, runs=True)):
         yield
 
 
 @contextmanager
-def _standing_in(device: _StandIn) -> Iterator[None]:
-    global _stand_in
-    before, _stand_in = _stand_in, device
+def _use(device: FakeDevice) -> Iterator[None]:
+    global _fake_device
+    before, _fake_device = _fake_device, device
     try:
         yield
     finally:
-        _stand_in = before
+        _fake_device = before
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
@@ -158,18 +158,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     `meta` holds the constexprs and num_warps, num_stages.
     """
     meta = {**meta, **EXPLICIT}
-    if _stand_in is None or _stand_in.runs:
+    if _fake_device is None or _fake_device.runs:
         LAUNCHES[kernel.__name__] += 1
-    if _stand_in is not None:
-        _stand_in.launch(Launch(kernel, args, meta, grid))
+    if _fake_device is not None:
+        _fake_device.launch(Launch(kernel, args, meta, grid))
         return
     if INTERPRETING:
-        mend_bf16()
+        patch_bf16()
         kernel[grid](*args, **meta)
         return
     sm = arch(args[0].device)
-    if fences.forgotten(sm):
-        with fences.added(kernel, sm):
+    if fences.needs_fence(sm):
+        with fences.compile_with_fences(kernel, sm):
             _launch_on(args[0].device, kernel, grid, args, meta)
     else:
         _launch_on(args[0].device, kernel, grid, args, meta)
@@ -274,7 +274,7 @@ def no_hooks(*args: Any) -> bool:
 
     While launches are recorded this is True: a recording is of the code that runs without a hook.
     """
-    if _stand_in is not None and not _stand_in.runs:
+    if _fake_device is not None and not _fake_device.runs:
         return True
     if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack():
         return False
