@@ -95,7 +95,7 @@ def test_biases_get_their_gradients_where_those_of_the_activations_are_computed(
 @pytest.mark.parametrize(
     ("asked", "device", "changed"),
     [
-        (OpsConfig(), "cpu", {"attention": "blocked", "dropout": "lanes"}),
+        (OpsConfig(), "cpu", {"attention": "blocked", "dropout": "packed_rng"}),
         (OpsConfig(), "cuda", {"attention": "sdpa", "loss": "torch"}),
         (OURS, "cuda", dict.fromkeys(TRITON, "triton")),
     ],
@@ -113,7 +113,7 @@ def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
         on_cpu(**{op: "triton"})
 
 
-@pytest.mark.parametrize(("op", "name"), [("attention", "blocked"), ("dropout", "lanes")])
+@pytest.mark.parametrize(("op", "name"), [("attention", "blocked"), ("dropout", "packed_rng")])
 def test_ops_reject_what_cannot_run_there(op, name):
     with pytest.raises(UserError, match=rf"--ops.{op} is {name}: it runs on CPUs, not on cuda"):
         tables.select(OpsConfig(**{op: name}), "cuda")
