@@ -22,7 +22,7 @@ from fastgpt.kernels.specs import SPECS
 from fastgpt.ops import tables
 
 WEIGHTS = ("weight", "bias", "x_bias")
-"""Inputs that stay in fp32 under autocast; the residual does so, too, unless it is narrow."""
+"""Inputs that stay in fp32 under autocast; the residual does so, too, without a residual_dtype."""
 Tried = tuple[Spec, dict[str, Any], dict[str, Callable[..., Any]]]
 """A trial's op, its problem but for the number of tokens, and its implementations by name: ours,
 which is chosen if both are equally fast, and PyTorch's."""
@@ -37,8 +37,8 @@ class Sizes:
     """Number of sequences in a micro-batch."""
     precision: str
     compiled: bool
-    narrow_residual: bool = False
-    """True if the residual stream has autocast's dtype instead of fp32."""
+    residual_dtype: str | None = None
+    """Dtype of the residual stream, such as bf16; None: fp32."""
     transformers: bool = False
     """True for a model of transformers, which calls the ops in other forms: q, k and v apart, norms
     without the sum, activations after the bias, SwiGLU of two matrix products."""
@@ -59,7 +59,7 @@ def make_trial(name: str, sizes: Sizes, on: str, B: int, T: int) -> Trial:
     """Makes the trial of the op `name` for B sequences of T tokens on a type of device."""
     spec, problem, ops = TRIALS[name](sizes)
     problem = {"B": B, "T": T, "M": (B, T), **problem}
-    wide = WEIGHTS if sizes.narrow_residual else (*WEIGHTS, "residual")
+    wide = WEIGHTS if sizes.residual_dtype else (*WEIGHTS, "residual")
 
     def make(*sizes: int, below: int = 0) -> Tensor:
         return torch.randint(below, sizes, device=on) if below else torch.randn(sizes, device=on)

@@ -73,7 +73,7 @@ class Engine:
             torch.set_float32_matmul_precision("high")
         self.model = parallelize.build_parallel_model(
             config, self.ops, world, self.device,
-            narrow_residual=self.narrow_residual, compiled=self.compiled,
+            residual_dtype=self.residual_dtype, compiled=self.compiled,
         )  # fmt: skip
         self.names = [name for name, _ in self.model.named_parameters()]
         self.loss, self.replica = self._compiled()
@@ -129,7 +129,7 @@ class Engine:
         """True if each rank holds a part of each weight."""
         self.has_forward_collectives = self.sharded or world.non_dp_size > 1
         """True if ranks exchange tensors in each forward."""
-        self.narrow_residual = device.pick_residual(config.train.residual, on, precision)
+        self.residual_dtype = device.pick_residual(config.train.residual, on, precision)
         if config.ops.attention == "flash_attn" and precision == "fp32":
             raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
         choose.require_toolchain(config.ops, on)
@@ -165,9 +165,8 @@ class Engine:
         """Settings, of which vocabulary, steps and intervals are numbers now."""
         check_splits(config, self.data, self.orders, warn)
         self.micro_batch = micro_batch.largest_micro_batch(config, world, warn)
-        sizes = Sizes(
-            config.model, self.micro_batch, precision, self.compiled, self.narrow_residual
-        )
+        residual = "bf16" if self.residual_dtype else None
+        sizes = Sizes(config.model, self.micro_batch, precision, self.compiled, residual)
         chosen, self.trials = world.on_rank0(
             lambda: choose.choose(config.ops, sizes, on, warn), world.patient_group()
         )

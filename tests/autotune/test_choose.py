@@ -142,9 +142,9 @@ def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
     assert ("x_bias" in tried) == (skipped_bias is not None) == (dropout == 0)
 
 
-@pytest.mark.parametrize(("narrow", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
-def test_the_residual_is_tried_in_the_dtype_that_it_has(narrow, dtype):
-    sizes = replace(SIZES, precision="bf16", narrow_residual=narrow)
+@pytest.mark.parametrize(("name", "dtype"), [(None, torch.float32), ("bf16", torch.bfloat16)])
+def test_the_residual_is_tried_in_the_dtype_that_it_has(name, dtype):
+    sizes = replace(SIZES, precision="bf16", residual_dtype=name)
     assert make_trial("norm", sizes, "cpu", 2, 16).inputs["residual"].dtype == dtype
 
 
