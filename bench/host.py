@@ -2,7 +2,7 @@
 
 Launches are recorded instead of run, on tiny tensors, so that no GPU is needed and only the time of
 Python, torch and our launchers is left. Each op is called straight through its autograd function,
-as `runtime.define_op` does in eager mode, and through torch's dispatcher, for comparison. PyTorch's
+as `runtime.Op` does in eager mode, and through torch's dispatcher, for comparison. PyTorch's
 own op, which does compute, is timed beside it. Triton's own launch is not included.
 """
 
@@ -68,7 +68,7 @@ def measure(host: Host) -> list[dict]:
             for turn in range(host.rounds + 1):
                 for way, timed in calls.items():
                     listens = mock.patch(
-                        "fastgpt.kernels.runtime._nobody_listens", return_value=WAYS.get(way)
+                        "fastgpt.kernels.runtime.no_hooks", return_value=WAYS.get(way)
                     )
                     with recording(90), listens:
                         took, _ = timer.sample(timed, host.calls)

@@ -34,7 +34,7 @@ NAMES = (
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|_attention_|attn|"
                   r"aten::(baddbmm|bmm|_softmax|_softmax_backward_data|masked_fill_?)$"),
     ("optimizer", r"multi_tensor|_adamw?_|foreach|lerp|clip_grad"),
-    ("norm", r"layer_?norm|rms_?norm|_norm_(fwd|bwd|sum)|GammaBeta"),
+    ("norm", r"layer_?norm|rms_?norm|_norm_(fwd|bwd)|reduce_partials|GammaBeta"),
     ("GEMM", r"gemm|nvjet|cutlass|cublas|splitk|xmma|"
              r"aten::(addmm|mm|linear|mkldnn_linear|_addmm_activation)$|mkldnn::_linear"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fences that Triton forgets, added to the PTX of our kernels.
+"""Fences that Triton leaves out, added to the PTX of our kernels.
 
 Tensor cores read shared memory by another way (the async proxy) than the threads and cp.async
 write it (the generic proxy). What a copy wrote is theirs to see after a `fence.proxy.async` that
@@ -18,7 +18,7 @@ _ours = threading.local()
 
 
 @functools.cache
-def forgotten(arch: int) -> bool:
+def needs_fence(arch: int) -> bool:
     """Returns True if the installed Triton leaves fences out for an arch (90 for sm_90)."""
     from triton import __version__
 
@@ -29,7 +29,7 @@ def forgotten(arch: int) -> bool:
     return families.get(arch // 10, False)
 
 
-def fenced(ptx: str) -> str:
+def add_fences(ptx: str) -> str:
     """Returns a kernel's PTX with a fence behind each wait for copies, if tensor cores read them.
 
     Each thread fences its own copies, before the barrier by which the product waits for them all.
@@ -40,13 +40,13 @@ def fenced(ptx: str) -> str:
 
 
 @contextmanager
-def added(kernel: Any, arch: int) -> Iterator[str]:
-    """Adds the fences to what is compiled inside, if `kernel` is ours and Triton forgets them.
+def compile_with_fences(kernel: Any, arch: int) -> Iterator[str]:
+    """Adds the fences to what is compiled inside, if `kernel` is ours and needs them.
 
     Yields:
         str: what tells the code from Triton's own in a cache; empty if nothing is added.
     """
-    if not forgotten(arch) or not kernel.module.startswith(f"{__package__}."):
+    if not needs_fence(arch) or not kernel.module.startswith(f"{__package__}."):
         yield ""
         return
     from triton import knobs
@@ -68,5 +68,5 @@ def _hook(backend: Any = None, stages: Any = None, *rest: Any) -> tuple[str, str
         return "", ""
     if stages is not None:
         to_ptx = stages["ptx"]
-        stages["ptx"] = lambda source, metadata: fenced(to_ptx(source, metadata))
+        stages["ptx"] = lambda source, metadata: add_fences(to_ptx(source, metadata))
     return "fences", "fences"

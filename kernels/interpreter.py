@@ -10,7 +10,7 @@ import torch
 
 
 @functools.cache
-def mend_bf16() -> None:
+def patch_bf16() -> None:
     """Makes the interpreter of this process round to bf16 and multiply bf16 matrices correctly."""
     import triton.language as tl
     from triton.runtime import interpreter

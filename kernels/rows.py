@@ -41,7 +41,7 @@ _SIZES = [f"{size}_{letter}" for letter in "abcdefgh" for size in "PN"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _norm_sum_kernel(
+def _reduce_partials_kernel(
     sums_ptr, a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr,
     P_a, N_a, P_b, N_b, P_c, N_c, P_d, N_d, P_e, N_e, P_f, N_f, P_g, N_g, P_h, N_h,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -67,7 +67,7 @@ def _norm_sum_kernel(
     tl.store(sums_ptr + offs_n, tl.sum(sums, axis=0), mask=mask_n)
 
 
-def sum_parts(matrices: list[Tensor]) -> Tensor:
+def reduce_partials(matrices: list[Tensor]) -> Tensor:
     """Returns the column sums of matrices of partial sums (P, N), fp32, one after the other."""
     columns = sum(x.shape[1] for x in matrices)
     sums = torch.empty(columns, dtype=torch.float32, device=matrices[0].device)
@@ -79,7 +79,7 @@ def sum_parts(matrices: list[Tensor]) -> Tensor:
         again = [some[0]] * (MOST - len(some))  # not read: the grid has no programs for them
         columns = [x.shape[1] for x in some]
         launch(
-            _norm_sum_kernel, (triton.cdiv(max(columns), 32), len(some)),
+            _reduce_partials_kernel, (triton.cdiv(max(columns), 32), len(some)),
             sums[first:], *some, *again, *(size for x in (*some, *again) for size in x.shape),
             BLOCK_P=64, BLOCK_N=32, num_warps=8,
         )  # fmt: skip

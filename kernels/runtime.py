@@ -1,8 +1,8 @@
 """Runtime of all Triton ops: where kernels run, and how they are launched and registered.
 
-An op is registered once, by `define_op`, and is then one node to torch.compile. Launchers allocate
+An op is registered once, as an `Op`, and is then one node to torch.compile. Launchers allocate
 with `torch.empty` alone (tests replace it by one that puts poisoned rows around every buffer) and
-launch through `launch` alone, which counts launches and can hand them to a stand-in for the device:
+launch through `launch` alone, which counts launches and can hand them to a fake device instead:
 `kernels.aot` compiles exactly what is recorded, `simgpu.executor` runs it on the CPU. Nothing
 here imports triton, which macOS lacks.
 """
@@ -18,9 +18,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from . import fences
-from .interpreter import mend_bf16
+from .interpreter import patch_bf16
 
 # Triton itself reads the variable when it is imported, so a later change has no effect.
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -41,13 +43,13 @@ LAUNCHES: Counter[str] = Counter()
 
 def runs_kernels(device: torch.device) -> bool:
     """Returns True if Triton kernels run on `device`: CUDA, or any device in the interpreter."""
-    return _is_cuda(device) or (INTERPRETING and device.type == "cpu") or _stand_in is not None
+    return _is_cuda(device) or (INTERPRETING and device.type == "cpu") or _fake_device is not None
 
 
 def arch(device: torch.device) -> int:
     """Returns the compute capability as one number (90 for sm_90); 0 in the interpreter."""
-    if _stand_in is not None:
-        return _stand_in.arch
+    if _fake_device is not None:
+        return _fake_device.arch
     return _cuda(device.index)[0] if _is_cuda(device) else 0
 
 
@@ -61,14 +63,14 @@ def family(arch: int | str) -> int:
 
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors, in the interpreter 2 to test row loops."""
-    if _stand_in is not None:
-        return _stand_in.multiprocessors
+    if _fake_device is not None:
+        return _fake_device.multiprocessors
     return _cuda(device.index)[1] if _is_cuda(device) else 2
 
 
 def memory(device: torch.device) -> int:
-    """Returns the bytes of a CUDA device's memory; a stand-in's are an H100's."""
-    return H100_BYTES if _stand_in is not None else _cuda(device.index)[2]
+    """Returns the bytes of a CUDA device's memory; a fake device's are an H100's."""
+    return H100_BYTES if _fake_device is not None else _cuda(device.index)[2]
 
 
 def _is_cuda(device: torch.device) -> bool:
@@ -95,30 +97,6 @@ def without_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
 
 
-def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sums over all but the last dimension of x (..., N): (N,), in `dtype`."""
-    return x.reshape(-1, x.shape[-1]).sum(0, dtype=torch.promote_types(dtype, x.dtype)).to(dtype)
-
-
-class _GradientOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:  # pyright: ignore
-        ctx.dtype = bias.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
-        return dx, column_sums(dx, ctx.dtype)
-
-
-def with_gradient_of(bias: Tensor | None, x: Tensor) -> Tensor:
-    """Returns x (..., N), which already contains `bias` (N,), so that autograd finds it in there.
-
-    The bias gets the sums of the columns of x's gradient.
-    """
-    return x if bias is None else _GradientOf.apply(x, bias)  # pyright: ignore
-
-
 # --- launch ---------------------------------------------------------------------------------------
 
 
@@ -133,8 +111,8 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class _StandIn:
-    """Stand-in for a CUDA device: records launches or runs them on the CPU."""
+class FakeDevice:
+    """Takes the place of a CUDA device: records launches, or runs them on the CPU."""
 
     arch: int
     multiprocessors: int
@@ -143,14 +121,14 @@ class _StandIn:
     """False if launches are recorded alone."""
 
 
-_stand_in: _StandIn | None = None
+_fake_device: FakeDevice | None = None
 
 
 @contextmanager
 def recording(arch: int) -> Iterator[list[Launch]]:
     """Records launches instead of running them, as if on a device of `arch`; use meta tensors."""
     launches: list[Launch] = []
-    with _standing_in(_StandIn(arch, H100_PROCESSORS, launches.append, runs=False)):
+    with _use(FakeDevice(arch, H100_PROCESSORS, launches.append, runs=False)):
         yield launches
 
 
@@ -160,18 +138,18 @@ def executing(arch: int, run: Callable[[Launch], None], multiprocessors: int = 2
 
     With two multiprocessors, as in the interpreter, small problems reach the loops over rows.
     """
-    with _standing_in(_StandIn(arch, multiprocessors, run, runs=True)):
+    with _use(FakeDevice(arch, multiprocessors, run, runs=True)):
         yield
 
 
 @contextmanager
-def _standing_in(device: _StandIn) -> Iterator[None]:
-    global _stand_in
-    before, _stand_in = _stand_in, device
+def _use(device: FakeDevice) -> Iterator[None]:
+    global _fake_device
+    before, _fake_device = _fake_device, device
     try:
         yield
     finally:
-        _stand_in = before
+        _fake_device = before
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
@@ -180,18 +158,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     `meta` holds the constexprs and num_warps, num_stages.
     """
     meta = {**meta, **EXPLICIT}
-    if _stand_in is None or _stand_in.runs:
+    if _fake_device is None or _fake_device.runs:
         LAUNCHES[kernel.__name__] += 1
-    if _stand_in is not None:
-        _stand_in.launch(Launch(kernel, args, meta, grid))
+    if _fake_device is not None:
+        _fake_device.launch(Launch(kernel, args, meta, grid))
         return
     if INTERPRETING:
-        mend_bf16()
+        patch_bf16()
         kernel[grid](*args, **meta)
         return
     sm = arch(args[0].device)
-    if fences.forgotten(sm):
-        with fences.added(kernel, sm):
+    if fences.needs_fence(sm):
+        with fences.compile_with_fences(kernel, sm):
             _launch_on(args[0].device, kernel, grid, args, meta)
     else:
         _launch_on(args[0].device, kernel, grid, args, meta)
@@ -214,73 +192,67 @@ NAMESPACE = __name__.partition(".")[0]
 from a folder of `kernels.hub` the name under which it imports that one, so that none clash."""
 
 
-def define_op(
-    schema: str,
-    impl: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
-    backward: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """Registers an op with torch and returns the function that calls it with positional arguments.
+class Op:
+    """Registers an op with torch when it is made, and calls it with positional arguments.
 
-    A call goes through torch's dispatcher only where something listens there: torch.compile, fake
+    A call goes through torch's dispatcher only where something hooks into it: torch.compile, fake
     tensors, dispatch modes (selective checkpointing, FLOP counters). Otherwise it goes straight to
     an autograd function with the same `setup_context` and `backward`, which takes less host time.
-
-    Args:
-        schema: "name(Tensor x, ...) -> (Tensor, ...)", as torch.library.define takes it; outputs
-            must not alias inputs or each other.
-        impl: runs the op on CUDA tensors, and on CPU tensors in the interpreter.
-        fake: returns outputs with the right shapes, strides and dtypes, for the same arguments.
-        setup_context: (ctx, inputs, output); saves what `backward` needs.
-        backward: (ctx, *gradients of the outputs, None where there is none) -> one gradient for
-            each input; without it, a backward through the op raises.
-
-    Returns:
-        Callable: the op.
     """
-    name, parenthesis, rest = schema.partition("(")
-    qualified = f"{NAMESPACE}::{name}"
-    torch.library.define(qualified, parenthesis + rest, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, ("cpu", "cuda"), impl)
 
-    def traced(*args: Any) -> Any:
+    def __init__(
+        self,
+        schema: str,
+        impl: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
+        backward: Callable[..., Any] | None = None,
+    ) -> None:
+        """Registers the op.
+
+        Args:
+            schema: "name(Tensor x, ...) -> (Tensor, ...)", as torch.library.define takes it;
+                outputs must not alias inputs or each other.
+            impl: runs the op on CUDA tensors, and on CPU tensors in the interpreter.
+            fake: returns outputs with the right shapes, strides and dtypes, for the same arguments.
+            setup_context: (ctx, inputs, output); saves what `backward` needs.
+            backward: (ctx, *gradients of the outputs, None where there is none) -> one gradient for
+                each input; without it, a backward through the op raises.
+        """
+        name, parenthesis, rest = schema.partition("(")
+        self.name = f"{NAMESPACE}::{name}"
+        self.impl, self.fake, self.setup_context = impl, fake, setup_context
+        backward = backward or self._refuse
+        torch.library.define(self.name, parenthesis + rest, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(self.name, ("cpu", "cuda"), impl)
+        torch.library.register_fake(self.name, self._fake)
+        torch.library.register_autograd(self.name, backward, setup_context=self._setup_context)
+        self.dispatched = getattr(getattr(torch.ops, NAMESPACE), name)
+        methods = {"forward": self._forward, "backward": once_differentiable(backward)}
+        self.function: Any = type(name, (torch.autograd.Function,), methods)
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or not (no_hooks(*args) and runs_kernels(args[0].device)):
+            return self.dispatched(*args)
+        return self.function.apply(*args) if torch.is_grad_enabled() else self.impl(*args)
+
+    def _fake(self, *args: Any) -> Any:
         _shorten_messages()
-        return fake(*args)
+        return self.fake(*args)
 
-    torch.library.register_fake(qualified, traced)
+    def _forward(self, ctx: Any, /, *args: Any) -> Any:
+        output = self.impl(*args)
+        self._setup_context(ctx, args, output)
+        return output
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        if setup_context is not None:
-            setup_context(ctx, inputs, output)
+        if self.setup_context is not None:
+            self.setup_context(ctx, inputs, output)
 
-    def refuse(ctx: Any, *gradients: Tensor | None) -> NoReturn:
-        raise NotImplementedError(f"{qualified} cannot be differentiated: no double backward")
-
-    derivative = backward or refuse
-    torch.library.register_autograd(qualified, derivative, setup_context=setup)
-    dispatched = getattr(getattr(torch.ops, NAMESPACE), name)
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, /, *args: Any) -> Any:
-            output = impl(*args)
-            setup(ctx, args, output)
-            return output
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, /, *gradients: Tensor | None) -> Any:
-            return derivative(ctx, *gradients)
-
-    def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or not _nobody_listens(args):
-            return dispatched(*args)
-        return Function.apply(*args) if torch.is_grad_enabled() else impl(*args)
-
-    return call
+    def _refuse(self, ctx: Any, *gradients: Tensor | None) -> NoReturn:
+        raise NotImplementedError(f"{self.name} cannot be differentiated: no double backward")
 
 
 @functools.cache
@@ -297,20 +269,17 @@ def _shorten_messages() -> None:
         OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: str(target))
 
 
-def bypasses_dispatcher(*args: Any) -> bool:
+def no_hooks(*args: Any) -> bool:
     """Returns True if a call may skip torch's dispatcher: only autograd would act on it there.
 
-    While launches are recorded this is True: a recording is of the code that runs without a
-    listener.
+    While launches are recorded this is True: a recording is of the code that runs without a hook.
     """
-    if _stand_in is not None and not _stand_in.runs:
+    if _fake_device is not None and not _fake_device.runs:
         return True
     if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack():
         return False
-    plain = (Tensor, torch.nn.Parameter)
-    return all(type(x) in plain for x in args if isinstance(x, Tensor))
-
-
-def _nobody_listens(args: tuple[Any, ...]) -> bool:
-    """Returns True if a call may go straight to the kernels."""
-    return bypasses_dispatcher(*args) and runs_kernels(args[0].device)
+    for x in args:
+        kind = type(x)
+        if kind is not Tensor and kind is not Parameter and isinstance(x, Tensor):
+            return False
+    return True

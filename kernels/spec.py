@@ -47,17 +47,6 @@ def same(problem: Problem) -> Problem:
     return problem
 
 
-def with_input_bias(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `f` with its argument input_bias as the last tensor, where a problem has one."""
-
-    def call(*tensors: Tensor, input_bias: bool = False, **options: Any) -> Any:
-        if not input_bias:
-            return f(*tensors, **options)
-        return f(*tensors[:-1], input_bias=tensors[-1], **options)
-
-    return call
-
-
 def few_terms(problem: Problem) -> int:
     return TERMS
 

@@ -16,13 +16,13 @@ from fastgpt.device.device import DTYPES
 from fastgpt.kernels import bias_act, parity
 from fastgpt.kernels.attention.spec import packed
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
-from fastgpt.kernels.spec import Make, Problem, Spec, no_options, with_input_bias
+from fastgpt.kernels.norm.spec import with_x_bias
+from fastgpt.kernels.spec import Make, Problem, Spec, no_options
 from fastgpt.kernels.specs import SPECS
-from fastgpt.model.layers import norm_fuses_bias_grad
 from fastgpt.ops import tables
 
-WEIGHTS = ("weight", "bias", "input_bias")
-"""Inputs that stay in fp32 under autocast; the residual does so, too, unless it is narrow."""
+WEIGHTS = ("weight", "bias", "x_bias")
+"""Inputs that stay in fp32 under autocast; the residual does so, too, without a residual_dtype."""
 Tried = tuple[Spec, dict[str, Any], dict[str, Callable[..., Any]]]
 """A trial's op, its problem but for the number of tokens, and its implementations by name: ours,
 which is chosen if both are equally fast, and PyTorch's."""
@@ -37,8 +37,8 @@ class Sizes:
     """Number of sequences in a micro-batch."""
     precision: str
     compiled: bool
-    narrow_residual: bool = False
-    """True if the residual stream has autocast's dtype instead of fp32."""
+    residual_dtype: str | None = None
+    """Dtype of the residual stream, such as bf16; None: fp32."""
     transformers: bool = False
     """True for a model of transformers, which calls the ops in other forms: q, k and v apart, norms
     without the sum, activations after the bias, SwiGLU of two matrix products."""
@@ -59,7 +59,7 @@ def make_trial(name: str, sizes: Sizes, on: str, B: int, T: int) -> Trial:
     """Makes the trial of the op `name` for B sequences of T tokens on a type of device."""
     spec, problem, ops = TRIALS[name](sizes)
     problem = {"B": B, "T": T, "M": (B, T), **problem}
-    wide = WEIGHTS if sizes.narrow_residual else (*WEIGHTS, "residual")
+    wide = WEIGHTS if sizes.residual_dtype else (*WEIGHTS, "residual")
 
     def make(*sizes: int, below: int = 0) -> Tensor:
         return torch.randint(below, sizes, device=on) if below else torch.randn(sizes, device=on)
@@ -87,28 +87,25 @@ def _attention(sizes: Sizes) -> Tried:
         **_heads(model),
         "scale": model.attention_scale,
         "window": model.window,
-        "input_bias": not apart and model.bias_at("qkv"),
         "docs": 2 * min(model.context, 1024) // 3 if model.document_mask else 0,  # their mean: half
     }
-    ours = with_input_bias(tables.PACKED_ATTENTION["triton"])
-    return SPECS["attention_packed"], problem, {
-        "triton": packed(tables.ATTENTION["triton"]) if apart else ours,
-        "sdpa": packed(tables.ATTENTION["sdpa"]),
-    }  # fmt: skip
+    ops = {name: packed(tables.ATTENTION[name]) for name in ("triton", "sdpa")}
+    if not apart:
+        ops["triton"] = tables.PACKED_ATTENTION["triton"]
+    return SPECS["attention_packed"], problem, ops
 
 
 def _norm(sizes: Sizes) -> Tried:
     model, norms = sizes.model, tables.NORMS
     summed = not sizes.transformers
     op = f"{'add_' * summed}{'layer_norm' if model.norm == 'layernorm' else 'rms_norm'}"
-    fused = summed and norm_fuses_bias_grad(model, norms["triton"], "residual")
     problem = {
         "N": model.dim,
         "eps": model.epsilon,
         "without": () if model.bias else ("bias",),
-        "input_bias": fused and model.bias_at("projection"),
+        "x_bias": summed and model.bias_at("projection") and not model.dropout_at("residual"),
     }
-    ops = {name: with_input_bias(getattr(norms[name], op)) for name in ("triton", "torch")}
+    ops = {name: with_x_bias(getattr(norms[name], op)) for name in ("triton", "torch")}
     return SPECS[op], problem, ops
 
 

@@ -250,9 +250,9 @@ class OpsConfig:
     decode: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of attention over the key/value cache in generation. `auto` uses PyTorch's;
     triton: our kernels, on CUDA."""
-    dropout: Literal["auto", "torch", "lanes"] = "auto"
-    """Implementation of dropout. torch: PyTorch's own; lanes: faster on CPUs, because each 64-bit
-    random number decides on four elements."""
+    dropout: Literal["auto", "torch", "packed_rng"] = "auto"
+    """Implementation of dropout. torch: PyTorch's own; packed_rng: faster on CPUs, because each
+    64-bit random number decides on four elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,6 +344,8 @@ def from_json(text: str) -> Config:
     values = parse_json(text)
     values.pop("take_over", None)  # earlier versions wrote it, and the next one
     values.get("train", {}).pop("verify_every", None)
+    if values.get("ops", {}).get("dropout") == "lanes":
+        values["ops"]["dropout"] = "packed_rng"
     return overlay(Config(), values)
 
 

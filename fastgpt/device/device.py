@@ -164,8 +164,10 @@ def pick_precision(asked: str, device: str, flag: str = "--train.precision") -> 
     return asked
 
 
-def pick_residual(asked: str, device: str, precision: str) -> bool:
-    """Returns True for a residual stream in bf16; `auto` is bf16 on CUDA where autocast is.
+def pick_residual(asked: str, device: str, precision: str) -> torch.dtype | None:
+    """Returns the dtype of the residual stream; `auto` is bf16 on CUDA where autocast is.
+
+    None leaves it in fp32, as the embeddings give it.
 
     Raises:
         UserError: bf16 is asked for with another precision.
@@ -173,7 +175,8 @@ def pick_residual(asked: str, device: str, precision: str) -> bool:
     if asked == "bf16" and precision != "bf16":
         expected = "expected --train.precision bf16"
         raise UserError(f"--train.residual is bf16: {expected}, which is {precision} here")
-    return asked == "bf16" or (asked == "auto" and precision == "bf16" and kind_of(device) is CUDA)
+    on_cuda = precision == "bf16" and kind_of(device) is CUDA
+    return torch.bfloat16 if asked == "bf16" or (asked == "auto" and on_cuda) else None
 
 
 def autocast(device: str, precision: str) -> AbstractContextManager:

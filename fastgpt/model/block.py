@@ -16,16 +16,25 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.kernels import is_batch_invariant
 from fastgpt.kernels.bias_act.op import activation
 from fastgpt.model.context_split import ContextShard
-from fastgpt.model.layers import Dropout, HeadNorm, Norm, Projection, Residual, norm_fuses_bias_grad
-from fastgpt.ops.dtensor import linear, local
+from fastgpt.model.layers import Dropout, HeadNorm, Norm, Projection, Residual
 from fastgpt.ops.kv_cache import LayerCache
 from fastgpt.ops.protocols import Ops
 
 
 class Attention(nn.Module):
-    """Causal self-attention; q, k and v are views of one packed projection, never copied."""
+    """Causal self-attention; q, k and v are views of one packed projection, never copied.
 
-    def __init__(self, config: ModelConfig, ops: Ops, cp_shard: ContextShard | None = None) -> None:
+    With `skip_bias_add` the output lacks the bias of `c_proj`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        cp_shard: ContextShard | None = None,
+        *,
+        skip_bias_add: bool = False,
+    ) -> None:
         super().__init__()
         H, K, D, C = config.num_heads, config.kv_heads, config.head_dim, config.dim
         self.ops, self.cp_shard = ops, cp_shard
@@ -36,14 +45,9 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (HeadNorm(config) if config.qk_norm else None for _ in range(2))
         as_projected = not config.qk_norm and config.position != "rotary" and cp_shard is None
         self.attention_packed = ops.attention_packed if as_projected else None
-        packed = self.attention_packed is not None
-        width, bias = (H + 2 * K) * D, config.bias_at("qkv")
-        self.c_attn = Projection(C, width, bias=bias, fuses_bias_grad=packed)
-        fuses, bias = (
-            norm_fuses_bias_grad(config, ops.norms, "residual"),
-            config.bias_at("projection"),
-        )
-        self.c_proj = Projection(H * D, C, bias=bias, fuses_bias_grad=fuses)
+        self.c_attn = Projection(C, (H + 2 * K) * D, bias=config.bias_at("qkv"))
+        bias = config.bias_at("projection")
+        self.c_proj = Projection(H * D, C, bias=bias, skip_bias_add=skip_bias_add)
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
@@ -69,8 +73,7 @@ class Attention(nn.Module):
         p = self.p if self.training else 0.0
         options = {"scale": self.scale, "window": self.window, "dropout_p": p, "doc_ids": doc_ids}
         if self.attention_packed is not None and layer_cache is None:
-            bias = self.c_attn.fused_bias
-            return self.attention_packed(qkv, self.heads[0], **options, input_bias=bias)
+            return self.attention_packed(qkv, self.heads[0], **options)
         q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), (B, T, K, D) twice
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -96,24 +99,26 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward layers C -> F -> C; SwiGLU's gate is the first half of a 2 F wide projection."""
+    """Feed-forward layers C -> F -> C; SwiGLU's gate is the first half of a 2 F wide projection.
 
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+    With `skip_bias_add` the output lacks the bias of `c_proj`.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops, *, skip_bias_add: bool = False) -> None:
         super().__init__()
         self.ops, self.activation = ops, config.activation
         C, F, bias = config.dim, config.ffn_width, config.bias
         width = 2 * F if config.activation == "swiglu" else F
-        self.c_fc = Projection(C, width, bias=bias, fuses_bias_grad=False)
-        fuses = norm_fuses_bias_grad(config, ops.norms, "feed_forward")
-        self.c_proj = Projection(F, C, bias=bias, fuses_bias_grad=fuses)
+        self.c_fc = Projection(C, width, bias=bias, skip_bias_add=ops.activation is not None)
+        self.c_proj = Projection(F, C, bias=bias, skip_bias_add=skip_bias_add)
         self.dropout = Dropout(config.dropout_at("feed_forward"), ops)
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self.c_fc(x)
         if self.ops.activation is None:
-            y = activation(self.c_fc(x), self.activation)
+            y = activation(y, self.activation)
         else:  # a kernel that adds the bias as well
-            y = linear(x, self.c_fc.weight)
-            y = self.ops.activation(y, local(self.c_fc.bias), self.activation)
+            y = self.ops.activation(y, self.c_fc.skipped_bias, self.activation)
         return self.dropout(self.c_proj(y))  # (B, T, F) to (B, T, C)
 
 
@@ -139,9 +144,12 @@ class Block(nn.Module):
         self.recompute = recompute
         self.pre_norm = config.norm_position == "pre"
         self.ln_1 = Norm(config, ops)
-        self.attn = Attention(config, ops, cp_shard)
+        # a norm adds the bias of the projection before it, unless dropout comes in between
+        self.attn = Attention(
+            config, ops, cp_shard, skip_bias_add=not config.dropout_at("residual")
+        )
         self.ln_2 = Norm(config, ops)
-        self.mlp = MLP(config, ops)
+        self.mlp = MLP(config, ops, skip_bias_add=not config.dropout_at("feed_forward"))
 
     def forward(
         self, x: Tensor, residual: Residual | None, *rest: Any
@@ -149,33 +157,37 @@ class Block(nn.Module):
         """Computes the block; the other arguments are those of `Attention.attend`."""
         call = checkpointed if self.training and self.recompute == "full" else called
         x, total = call(self.run, x, *(residual or (None, None)), *rest)
-        return x, None if total is None else Residual(total, self.mlp.c_proj.fused_bias)
+        if total is None:
+            return x, None
+        bias = self.mlp.c_proj.skipped_bias
+        # a copy, because FSDP frees this block's parameters before the next block adds the bias
+        return x, Residual(total, None if bias is None else bias.clone())
 
     def run(
-        self, x: Tensor, stream: Tensor | None, fused_bias: Tensor | None, *rest: Any
+        self, x: Tensor, stream: Tensor | None, x_bias: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the block: its output, and with pre-norm the residual stream."""
         call = checkpointed if self.training and self.recompute == "selective" else called
-        qkv, total = call(self.pre_attention, x, stream, fused_bias)
+        qkv, total = call(self.pre_attention, x, stream, x_bias)
         return call(self.post_attention, self.attn.attend(qkv, *rest), total)
 
     def pre_attention(
-        self, x: Tensor, stream: Tensor | None, fused_bias: Tensor | None
+        self, x: Tensor, stream: Tensor | None, x_bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Computes queries, keys and values, and what the attention's output is added to."""
         total = x
         if self.pre_norm:
-            x, total = self.ln_1(x, None if stream is None else Residual(stream, fused_bias))
+            x, total = self.ln_1(x, None if stream is None else Residual(stream, x_bias))
         return self.attn.projected(x), total
 
     def post_attention(self, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
         """Computes the rest of the block from the heads' outputs y (B, T, H, D)."""
-        x, residual = self.attn.output(y), Residual(total, self.attn.c_proj.fused_bias)
+        x, residual = self.attn.output(y), Residual(total, self.attn.c_proj.skipped_bias)
         if self.pre_norm:
             x, total = self.ln_2(x, residual)
             return self.mlp(x), total
         x, _ = self.ln_1(x, residual)
-        x, _ = self.ln_2(self.mlp(x), Residual(x, self.mlp.c_proj.fused_bias))
+        x, _ = self.ln_2(self.mlp(x), Residual(x, self.mlp.c_proj.skipped_bias))
         return x, None
 
 

@@ -42,7 +42,8 @@ class GPT(nn.Module):
         ops: from `fastgpt.ops.select`.
         label_smoothing: used in training only; in evaluation the loss is the plain cross-entropy.
         z_loss: weight of the z-loss, used in training only.
-        narrow_residual: under autocast the residual stream has autocast's dtype instead of fp32.
+        residual_dtype: dtype of the residual stream, under an autocast to that dtype; None: that of
+            the embeddings, fp32.
         recompute: see `Block`.
         cp_shard: this rank's part of each sequence when a loss is computed; None: all of it.
 
@@ -63,7 +64,7 @@ class GPT(nn.Module):
         *,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
-        narrow_residual: bool = False,
+        residual_dtype: torch.dtype | None = None,
         recompute: Recompute = "none",
         cp_shard: ContextShard | None = None,
     ) -> None:
@@ -73,7 +74,7 @@ class GPT(nn.Module):
         assert config.eot_id is not None or not config.document_mask
         self.config, self.ops = config, ops
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
-        self.narrow_residual, self.cp_shard = narrow_residual, cp_shard
+        self.residual_dtype, self.cp_shard = residual_dtype, cp_shard
         self.recompute: Recompute = recompute
         self.wte = Embedding(config.padded_vocab, config.dim)
         self.wpe = POSITIONS[config.position](config) if config.position in POSITIONS else None
@@ -196,8 +197,8 @@ class GPT(nn.Module):
                 targets, weight = self.cp_shard.targets(targets, positions)
         x = self.wte(tokens)  # (B, T, C)
         x = self.dropout(x if self.wpe is None else self.wpe(x, positions))
-        if self.narrow_residual:
-            x = x.to(autocast_dtype(x))
+        if self.residual_dtype == autocast_dtype(x):
+            x = x.to(self.residual_dtype)
         cos_sin = None if self.rotary is None else self.rotary(positions)
         residual = None
         for i, block in enumerate(self.h):

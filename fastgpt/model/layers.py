@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastgpt.config.model import ModelConfig
 from fastgpt.ops.dtensor import embedding, linear, local
-from fastgpt.ops.protocols import Norms, Ops
+from fastgpt.ops.protocols import Ops
 
 
 class Dropout(nn.Module):
@@ -30,44 +30,38 @@ class Embedding(nn.Embedding):
 
 
 class Projection(nn.Linear):
-    """Linear layer whose bias may get its gradient from the op that takes the output.
+    """Linear layer; with `skip_bias_add` the next op adds the bias, `skipped_bias`, instead.
 
-    That op adds up the columns of the output's gradient while it computes it, which saves a pass
-    over it. In training `fused_bias` is the bias to hand to it, as its argument `input_bias`, and
-    the output is computed from a detached copy; it is None where autograd does the work as usual.
+    That op computes the bias's gradient together with the output's: no pass of its own is needed.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, fuses_bias_grad: bool) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, *, bias: bool, skip_bias_add: bool = False
+    ) -> None:
         super().__init__(inputs, outputs, bias=bias)
-        self.fuses_bias_grad = bias and fuses_bias_grad
+        self.skip_bias_add = skip_bias_add
 
     @property
-    def fused_bias(self) -> Tensor | None:
-        return local(self.bias) if self.fuses_bias_grad and self.training else None
+    def skipped_bias(self) -> Tensor | None:
+        return local(self.bias) if self.skip_bias_add else None
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = self.bias if self.fused_bias is None else self.fused_bias.detach()
-        return linear(input, self.weight, bias)
-
-
-def norm_fuses_bias_grad(config: ModelConfig, norms: Norms, place: str) -> bool:
-    """Returns True if the norm after a `Projection` also computes the gradient of its bias."""
-    undropped = config.dropout_at(place) == 0
-    return norms.fuses_bias_grad and undropped and config.architecture == "gpt"
+        return linear(input, self.weight, None if self.skip_bias_add else self.bias)
 
 
 class Residual(NamedTuple):
-    """Residual stream, and a bias of the branch whose gradient the next norm computes."""
+    """Residual stream, and the bias that the projection before it left out."""
 
     stream: Tensor
-    fused_bias: Tensor | None
+    x_bias: Tensor | None
     """See `Projection`."""
 
 
 class Norm(nn.Module):
     """LayerNorm or RMSNorm with the residual sum before it.
 
-    Returns (norm(x + residual), x + residual); without a residual, x stands for the sum.
+    Returns (norm(sum), sum), the sum of x, its bias and the residual stream; without a residual,
+    x stands for the sum.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
@@ -85,8 +79,8 @@ class Norm(nn.Module):
             parameters = weight, local(self.bias)
         if residual is None:
             return norm(x, *parameters, self.eps), x
-        stream, fused_bias = residual
-        return add_norm(x, stream, *parameters, self.eps, input_bias=fused_bias)
+        stream, x_bias = residual
+        return add_norm(x, stream, *parameters, self.eps, x_bias=x_bias)
 
 
 class HeadNorm(nn.RMSNorm):

@@ -19,9 +19,9 @@ PairOp: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 class Norms:
     """LayerNorm and RMSNorm of x (..., C) over its last dimension, alone and after a residual sum.
 
-    After a sum the arguments are x, residual, weight and so on, and the result is
-    (norm(x + residual), x + residual). `input_bias` is a bias that x contains already and that was
-    detached when it was added: these ops compute its gradient.
+    After a sum the arguments are x, residual, weight and so on, and x_bias (C,), the bias of the
+    projection that computes x, or None. The result is (norm(total), total) for
+    total = x + x_bias + residual.
 
     Source
         Zhang & Sennrich 2019, arXiv:1910.07467: RMSNorm
@@ -33,8 +33,6 @@ class Norms:
     rms_norm: Op
     """op(x, weight, eps)"""
     add_rms_norm: PairOp
-    fuses_bias_grad: bool
-    """True if the ops with a sum compute the gradient of `input_bias` without a pass of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +47,10 @@ class Ops:
     included, of its own document. `doc_ids` (B, T) are equal within a document. The reference is
     `kernels.attention_ref`."""
     attention_packed: Op | None
-    """`attention` of one tensor of q, k and v: op(qkv, H, *, ..., input_bias=None).
+    """`attention` of one tensor of q, k and v: op(qkv, H, *, ...).
 
     qkv is (B, T, H + 2 K, D). Its gradient is written into one buffer, which saves the
-    concatenation of three gradients. `input_bias` is as in `Norms`, ((H + 2 K) D,). None: only
-    separate tensors are supported."""
+    concatenation of three gradients. None: only separate tensors are supported."""
     decode: Op
     """Attention of a sequence's last T tokens over a cache: op(q, keys, values, cache, *, scale).
 

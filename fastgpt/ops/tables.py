@@ -2,9 +2,10 @@
 
 The tables map the names of `OpsConfig` to functions: `torch` is the plain form, `sdpa` PyTorch's
 fused attention, `flash_attn` that of the package flash-attn, `triton` our kernels, on CUDA (and for
-tests on CPUs, in Triton's interpreter); `blocked` and `lanes` are for CPUs; `chunked` is for both,
-with our kernels on CUDA. A name that cannot run on the device is an error, never a silent fallback;
-`auto` is resolved once, when the model is built, and the choice is written to the run's manifest.
+tests on CPUs, in Triton's interpreter); `blocked` and `packed_rng` are for CPUs; `chunked` is for
+both, with our kernels on CUDA. A name that cannot run on the device is an error, never a silent
+fallback; `auto` is resolved once, when the model is built, and the choice is written to the run's
+manifest.
 """
 
 import importlib.util
@@ -38,14 +39,12 @@ NORMS = {
         torch_ops.after_sum(torch_ops.layer_norm),
         torch_ops.rms_norm,
         torch_ops.after_sum(torch_ops.rms_norm),
-        fuses_bias_grad=False,
     ),
     "triton": Norms(
         kernels.layer_norm,
         kernels.add_layer_norm,
         kernels.rms_norm,
         kernels.add_rms_norm,
-        fuses_bias_grad=True,
     ),
 }
 ACTIVATION: dict[str, Op] = {"triton": kernels.bias_act}
@@ -53,14 +52,14 @@ LOSS: dict[str, Op] = {
     "torch": torch_ops.linear_cross_entropy,
     "chunked": kernels.linear_cross_entropy,
 }
-DROPOUT: dict[str, Op] = {"torch": F.dropout, "lanes": kernels.dropout}
+DROPOUT: dict[str, Op] = {"torch": F.dropout, "packed_rng": kernels.dropout}
 
 
 def select(config: OpsConfig, device: torch.device | str) -> Ops:
     """Resolves `auto`, and checks that the implementations asked for run on `device`.
 
-    On a CPU the blocked attention and lane dropout are faster (`docs/design.md`), with and without
-    torch.compile. `auto` never resolves to our Triton kernels here: the user, or
+    On a CPU `blocked` attention and `packed_rng` dropout are faster (`docs/design.md`), with and
+    without torch.compile. `auto` never resolves to our Triton kernels here: the user, or
     `fastgpt.autotune.choose` for a run on CUDA, asks for them.
     """
     device = torch.device(device)
@@ -68,14 +67,14 @@ def select(config: OpsConfig, device: torch.device | str) -> Ops:
     automatic = {
         "attention": "blocked" if on_cpu else "sdpa",
         "loss": "chunked" if on_cpu and not runs_kernels(device) else "torch",
-        "dropout": "lanes" if on_cpu else "torch",
+        "dropout": "packed_rng" if on_cpu else "torch",
     }
     names: dict[str, str] = asdict(config)
     for op, name in names.items():
         if name == "auto":
             names[op] = automatic.get(op, "torch")
         where, there = ("CUDA", runs_kernels(device)) if name == "triton" else ("CPUs", on_cpu)
-        if name in ("blocked", "lanes", "triton") and not there:
+        if name in ("blocked", "packed_rng", "triton") and not there:
             here = kind_of(device).name if name == "triton" and not on_cpu else device.type
             raise UserError(f"--ops.{op} is {name}: it runs on {where}, not on {here}")
         if name == "chunked" and device.type not in ("cpu", "cuda"):

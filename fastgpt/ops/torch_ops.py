@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fastgpt.kernels import decode_attention, is_batch_invariant
 from fastgpt.kernels.attention.plain import attention_mask
-from fastgpt.kernels.runtime import with_gradient_of, without_autocast
+from fastgpt.kernels.norm.op import residual_sum
+from fastgpt.kernels.runtime import without_autocast
 from fastgpt.ops.dtensor import all_gather, linear
 from fastgpt.ops.kv_cache import Cache
 
@@ -93,9 +94,9 @@ def after_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor
     """Returns a norm after a residual sum, as in `Norms`."""
 
     def op(
-        x: Tensor, residual: Tensor, *weights: Any, input_bias: Tensor | None = None, **options: Any
+        x: Tensor, residual: Tensor, *weights: Any, x_bias: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        total = with_gradient_of(input_bias, x) + residual
+        total = residual_sum(x, x_bias, residual)
         return norm(total, *weights, **options), total
 
     return op

@@ -112,16 +112,15 @@ def check_combination(config: Config, precision: str) -> None:
 
 
 def build_parallel_model(
-    config: Config, ops: Ops, world: World, device: str, *, narrow_residual: bool, compiled: bool
-) -> GPT:
+    config: Config, ops: Ops, world: World, device: str, *, residual_dtype: torch.dtype | None,
+    compiled: bool,
+) -> GPT:  # fmt: skip
     """Builds the model with the numbers of `config.seed`; a collective operation.
 
     If it is to be `compiled` and ranks share weights, its blocks are, one by one.
     """
     parallel = config.parallel
     sharded = shards_weights(parallel, world)
-    if sharded:  # a norm would need the bias of a block whose weights are shared out again
-        ops = replace(ops, norms=replace(ops.norms, fuses_bias_grad=False))
     if parallel.tp > 1:
         ops = replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})
     mesh = build_mesh(parallel, world, device) if sharded or world.non_dp_size > 1 else None
@@ -129,7 +128,7 @@ def build_parallel_model(
         "label_smoothing": config.train.label_smoothing,
         "z_loss": config.train.z_loss,
         "recompute": config.train.recompute,
-        "narrow_residual": narrow_residual,
+        "residual_dtype": residual_dtype,
     }
     if mesh is not None and parallel.cp > 1:
         groups = mesh["shard"].size() // parallel.cp

@@ -45,7 +45,7 @@ def build(plan: Plan, warn: Warn = print, probe: bool = True) -> "Run":
         torch.set_float32_matmul_precision("high")
     model = parallelize.build_parallel_model(
         config, plan.ops, world, on,
-        narrow_residual=plan.narrow_residual, compiled=plan.compiled,
+        residual_dtype=plan.residual_dtype, compiled=plan.compiled,
     )  # fmt: skip
     forward, ddp = _compiled(plan, model)
     scaler = torch.amp.GradScaler(on, enabled=plan.precision == "fp16")

@@ -177,7 +177,7 @@ class Plan:
     device: str
     precision: str
     """Precision of autocast: fp32, bf16 or fp16."""
-    narrow_residual: bool
+    residual_dtype: torch.dtype | None
     compiled: bool
     source: OpenedModel | None
     """Model that a new run starts from: its weights are not read yet."""
@@ -223,7 +223,7 @@ def resolve(
     world = world or distributed.start(on)
     world = replace(world, non_dp_size=parallelize.non_dp_size(config.parallel, world))
     precision = world.on_rank0(lambda: device.pick_precision(precision_asked(config, on, warn), on))
-    narrow_residual = device.pick_residual(train.residual, on, precision)
+    residual_dtype = device.pick_residual(train.residual, on, precision)
     if config.ops.attention == "flash_attn" and precision == "fp32":
         raise UserError("--ops.attention is flash_attn: expected --train.precision bf16, fp16")
     choose.require_toolchain(config.ops, on)
@@ -248,13 +248,14 @@ def resolve(
     config = _with_steps(config, sum(order.epoch_size(0) for order in orders), resumed, warn)
     check_splits(config, opened, orders, warn)
     micro_batch = largest_micro_batch(config, world, warn)
-    sizes = Sizes(config.model, micro_batch, precision, compiled, narrow_residual)
+    residual = "bf16" if residual_dtype else None
+    sizes = Sizes(config.model, micro_batch, precision, compiled, residual)
     chosen, trials = world.on_rank0(
         lambda: choose.choose(config.ops, sizes, on, warn), world.patient_group()
     )
     return Plan(
         config=config, world=world, device=on, precision=precision, compiled=compiled,
-        narrow_residual=narrow_residual, source=source, data=opened, orders=orders,
+        residual_dtype=residual_dtype, source=source, data=opened, orders=orders,
         resumed=resumed, micro_batch=micro_batch, ops=tables.select(chosen, on), trials=trials,
     )  # fmt: skip
 

@@ -12,8 +12,6 @@ derivation is in docs/kernels/attention.md.
 
 Shapes
     as in attention_fwd; dout, dq: (B, Tq, H, D)   dk, dv: (B, Tk, K, D)   delta: (B, H, Tq) fp32
-    partial column sums, for the gradient of a bias in q, k and v, of R tiles of each sequence:
-    (B R, H, D) and (B R, 2, K, D), fp32
 Source
     Dao 2023, arXiv:2307.08691, alg. 2, with dQ taken out of the loop over keys.
 """
@@ -46,16 +44,9 @@ from .forward import (
 from .plain import Options
 
 
-@triton.jit
-def _store_sums(ptr, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Stores the sum of each column of `x` (rows, BLOCK_D), of the first D."""
-    offs_d = tl.arange(0, BLOCK_D)
-    tl.store(ptr + offs_d, tl.sum(x, 0), mask=offs_d < D)
-
-
 @triton.jit(do_not_specialize=["Tq", "Tk", "num_heads", "together", "window", "drop_below"])
 def _attention_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, dq_ptr, sums_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, dq_ptr, lse_ptr, delta_ptr,
     starts_ptr, ends_ptr, seed_ptr,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
@@ -112,9 +103,6 @@ def _attention_bwd_dq_kernel(
             ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     dq *= scale
-    if sums_ptr is not None:  # rows past the last query, whose q and dO are 0, are 0
-        part = batch * tl.cdiv(Tq, BLOCK_M) + start_m // BLOCK_M
-        _store_sums(sums_ptr + (part * H + h) * D, dq, D, BLOCK_D)
     store_rows(
         dq_ptr + batch * stride_dqb + h * D, stride_dqt, start_m, Tq, dq, BLOCK_M, D, BLOCK_D
     )
@@ -150,7 +138,7 @@ def _query_parts(
 
 @triton.jit(do_not_specialize=["Tq", "Tk", "num_heads", "together", "window", "drop_below"])
 def _attention_bwd_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, sums_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
     starts_ptr, ends_ptr, seed_ptr,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
@@ -222,36 +210,19 @@ def _attention_bwd_dkv_kernel(
     offset = batch * stride_dkb + hk * D
     store_rows(dk_ptr + offset, stride_dkt, start_n, Tk, dk, BLOCK_N, D, BLOCK_D)
     store_rows(dv_ptr + offset, stride_dkt, start_n, Tk, dv, BLOCK_N, D, BLOCK_D)
-    if sums_ptr is not None:
-        part = batch * tl.cdiv(Tk, BLOCK_N) + tile
-        sums_ptr += (2 * part * K + hk) * D
-        _store_sums(sums_ptr, tl.where(key < Tk, dk, 0.0), D, BLOCK_D)
-        _store_sums(sums_ptr + K * D, tl.where(key < Tk, dv, 0.0), D, BLOCK_D)
 
 
 # --- launch ---------------------------------------------------------------------------------------
 
 
-def parts_shapes(q: Tensor, k: Tensor, options: Options) -> list[tuple[int, int]]:
-    """Returns the shapes of the partial sums of dq's columns, and of dk's and dv's."""
-    (B, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
-    common, sm = constexprs(q, k, options), arch(q.device)
-    blocks = config("dq", q, common, sm)["BLOCK_M"], config("dkv", q, common, sm)["BLOCK_N"]
-    return [(B * -(-Tq // blocks[0]), H * D), (B * -(-Tk // blocks[1]), 2 * K * D)]
-
-
 def attention_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
-    grads: tuple[Tensor, ...], sums: tuple[Tensor, Tensor] | None = None,
+    grads: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
-    """Writes dq, dk and dv into `grads`: tensors or views in which heads lie D apart.
-
-    `sums`, of the shapes of `parts_shapes`, get partial sums of their columns, before they are
-    rounded.
-    """
+    """Writes dq, dk and dv into `grads`: tensors or views in which heads lie D apart."""
     (B, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
     if B * Tq * Tk * H * D == 0:
-        for x in (*grads, *(sums or ())):
+        for x in grads:
             x.zero_()
         return
     dq, dk, dv = grads
@@ -263,18 +234,17 @@ def attention_bwd(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     scalars = (options.window or 0, *options.scales(q), *options.dropout())
 
-    of_dq, of_dkv = sums or (None, None)
     meta = common | config("dq", q, common, arch(q.device))
     launch(
         _attention_bwd_dq_kernel, (-(-Tq // meta["BLOCK_M"]) * B * H,),
-        q, k, v, out, dout, dq, of_dq, lse, delta, *options.tensors,
+        q, k, v, out, dout, dq, lse, delta, *options.tensors,
         *strides, *dq.stride()[:2],
         Tq, Tk, B * H, together_in_cache(k, 1 / meta["GROUP"], B * H), *scalars, **meta,
     )  # fmt: skip
     meta = common | config("dkv", q, common, arch(q.device))
     launch(
         _attention_bwd_dkv_kernel, (-(-Tk // meta["BLOCK_N"]) * B * K,),
-        q, k, v, dout, dk, dv, of_dkv, lse, delta, *options.tensors,
+        q, k, v, dout, dk, dv, lse, delta, *options.tensors,
         *strides, *dk.stride()[:2],
         Tq, Tk, B * K, together_in_cache(q, meta["GROUP"], B * K), *scalars, **meta,
     )  # fmt: skip

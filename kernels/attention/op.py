@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import DTYPES, INTEGERS, check_head, check_like, check_qkv, check_scale
-from ..runtime import autocast_dtype, define_op, runs_kernels, with_gradient_of
-from ..sums import vectors_of
+from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
+from ..runtime import Op, autocast_dtype, runs_kernels
 from .plain import Options, attention_seeded_ref
 
 # --- the op ---------------------------------------------------------------------------------------
@@ -50,20 +49,20 @@ def _bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from .backward import attention_bwd
 
-    grads = _bwd_fake(dout, q, k, v)
+    grads = _empty(q), _empty(k), _empty(v)
     attention_bwd(dout, q, k, v, out, lse, Options(*options), grads)
     return grads
+
+
+def _empty(x: Tensor) -> Tensor:
+    """Allocates a contiguous tensor like x, whatever the strides of x are."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _bwd_fake(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(q), _empty(k), _empty(v)
-
-
-def _empty(x: Tensor) -> Tensor:
-    """Makes a contiguous tensor like x, whatever the strides of x are."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -81,14 +80,14 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ..
     return dq, dk, dv, *NO_GRADIENTS
 
 
-_attention_bwd = define_op(
+_attention_bwd = Op(
     "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
-_attention = define_op(
-    f"attention(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)",
+_attention_fwd = Op(
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)",
     _fwd,
     _fwd_fake,
     setup_context=_setup_context,
@@ -97,10 +96,9 @@ _attention = define_op(
 
 # --- the packed op --------------------------------------------------------------------------------
 # It is an op of its own because of the gradient: it takes the projection (B, T, H + 2 K, D) that q,
-# k and v are slices of and returns one gradient for it, written slice by slice, and one for a bias
-# in the projection. With `attention` autograd would concatenate three gradients, even where q, k
-# and v share a buffer: the split's backward is a node of its own, and an op's outputs must not be
-# views of one buffer.
+# k and v are slices of and returns one gradient for it, written slice by slice. With `attention`
+# autograd would concatenate three gradients, even where q, k and v share a buffer: the split's
+# backward is a node of its own, and an op's outputs must not be views of one buffer.
 
 
 def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,9 +107,7 @@ def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _packed_fwd(
-    qkv: Tensor, heads: int, input_bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor]:
+def _packed_fwd(qkv: Tensor, heads: int, *options: Any) -> tuple[Tensor, Tensor]:
     return _fwd(*_split(qkv, heads), *options)
 
 
@@ -119,60 +115,41 @@ def _packed_fwd_fake(qkv: Tensor, heads: int, *_: Any) -> tuple[Tensor, Tensor]:
     return _fwd_fake(*_split(qkv, heads))
 
 
-def _packed_bwd(
-    dout: Tensor, wanted: bool, qkv: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of qkv, and partial sums of the bias's (empty where unwanted)."""
+def _packed_bwd(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *options: Any) -> Tensor:
     from .backward import attention_bwd
 
-    dqkv, *sums = _packed_bwd_fake(dout, wanted, qkv, out, lse, *options)
-    q, k, v = _split(qkv, heads := out.shape[2])
-    attention_bwd(
-        dout, q, k, v, out, lse, Options(*options), _split(dqkv, heads),
-        (sums[0], sums[1]) if wanted else None,
-    )  # fmt: skip
-    return dqkv, sums[0], sums[1]
+    dqkv, heads = _empty(qkv), out.shape[2]
+    grads = _split(dqkv, heads)
+    attention_bwd(dout, *_split(qkv, heads), out, lse, Options(*options), grads)
+    return dqkv
 
 
-def _packed_bwd_fake(
-    dout: Tensor, wanted: bool, qkv: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    from .backward import parts_shapes
-
-    shapes: list[Any] = [0, 0]
-    if wanted:
-        shapes = parts_shapes(*_split(qkv, out.shape[2])[:2], Options(*options))
-    of_dq, of_dkv = (torch.empty(x, dtype=torch.float32, device=qkv.device) for x in shapes)
-    return _empty(qkv), of_dq, of_dkv
+def _packed_bwd_fake(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
+    return qkv.new_empty(qkv.shape)
 
 
 def _packed_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, _, input_bias, *rest = inputs
+    qkv, _, *rest = inputs
     options, (out, lse) = Options(*rest), output
     ctx.save_for_backward(qkv, out, lse, *options.tensors)
     ctx.settings = options.settings
-    ctx.bias_dtype = None if input_bias is None else input_bias.dtype
     ctx.mark_non_differentiable(lse)
 
 
 def _packed_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return None, None, None, *NO_GRADIENTS
-    _qkv, _heads, bias_wanted, *_options = ctx.needs_input_grad
-    dqkv, *sums = _attention_packed_bwd(dout, bias_wanted, *ctx.saved_tensors, *ctx.settings)
-    (dbias,) = vectors_of(sums, ctx.bias_dtype if bias_wanted else None)
-    return dqkv, None, dbias, *NO_GRADIENTS
+        return None, None, *NO_GRADIENTS
+    dqkv = _attention_packed_bwd(dout, *ctx.saved_tensors, *ctx.settings)
+    return dqkv, None, *NO_GRADIENTS
 
 
-_attention_packed_bwd = define_op(
-    "attention_packed_bwd(Tensor dout, bool wanted, Tensor qkv, Tensor out, Tensor lse, "
-    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
+_attention_packed_bwd = Op(
+    f"attention_packed_bwd(Tensor dout, Tensor qkv, Tensor out, Tensor lse, {OPTIONS}) -> Tensor",
     _packed_bwd,
     _packed_bwd_fake,
 )
-_attention_packed = define_op(
-    "attention_packed_fwd(Tensor qkv, SymInt heads, Tensor? input_bias, "
-    f"{OPTIONS}) -> (Tensor, Tensor)",
+_attention_packed_fwd = Op(
+    f"attention_packed_fwd(Tensor qkv, SymInt heads, {OPTIONS}) -> (Tensor, Tensor)",
     _packed_fwd,
     _packed_fwd_fake,
     setup_context=_packed_setup_context,
@@ -239,7 +216,7 @@ def attention(
     if scale is not None and scale <= 0:  # the kernels scale after the maximum
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     options = Options(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
-    out, _ = _attention(q, k, v, *options)
+    out, _ = _attention_fwd(q, k, v, *options)
     return out
 
 
@@ -253,18 +230,14 @@ def attention_packed(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     doc_ids: Tensor | None = None,
-    input_bias: Tensor | None = None,
 ) -> Tensor:
     """Computes `attention` for q, k and v in one tensor, whose gradient needs no concatenation.
 
-    The options are those of `attention`, and `input_bias`.
+    The options are those of `attention`.
 
     Args:
         qkv: (B, T, H + 2 K, D): the heads of q, then of k, then of v.
         heads: number of query heads, H.
-        input_bias: ((H + 2 K) D,), fp32 | fp16 | bf16; a bias that `qkv` contains already, put
-            there with its gradient cut off. It changes no result; it gets the column sums of qkv's
-            gradient, which cost no pass of their own here.
 
     Returns:
         Tensor: (B, T, H, D), contiguous, dtype of `qkv`, or autocast's.
@@ -278,11 +251,7 @@ def attention_packed(
             f"qkv: expected (B, T, {heads} + 2 K, D) for {heads} heads, got {tuple(qkv.shape)}"
         )
     check_head("qkv", qkv)
-    if input_bias is not None:
-        check_like("input_bias", input_bias, (qkv.shape[2:].numel(),), DTYPES, qkv, "qkv")
     if not runs_kernels(qkv.device) or (scale is not None and scale <= 0):
-        if input_bias is not None:
-            qkv = with_gradient_of(input_bias, qkv.flatten(2)).view(qkv.shape)
         return attention(
             *_split(qkv, heads), causal=causal, scale=scale, window=window, dropout_p=dropout_p,
             dropout_seed=dropout_seed, doc_ids=doc_ids,
@@ -291,7 +260,7 @@ def attention_packed(
     _check(q, k, v, scale, window, dropout_p, dropout_seed, doc_ids)
     seed = _seed(q, dropout_p, dropout_seed)
     options = Options(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
-    out, _ = _attention_packed(qkv, heads, input_bias, *options)
+    out, _ = _attention_packed_fwd(qkv, heads, *options)
     return out
 
 

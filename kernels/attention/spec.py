@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from ..proof.compile import Case
-from ..runtime import recording, with_gradient_of
-from ..spec import Make, Problem, Spec, Work, with_input_bias, work
+from ..runtime import recording
+from ..spec import Make, Problem, Spec, Work, work
 from .blocked import attention_blocked
 from .dropout import attention_dropout_mask
 from .op import attention, attention_packed
 from .plain import attention_mask, attention_seeded_ref
 
 FWD, DQ, DKV = "_attention_fwd_kernel", "_attention_bwd_dq_kernel", "_attention_bwd_dkv_kernel"
-SUM = "_norm_sum_kernel"
 PRODUCTS = {FWD: 2, DQ: 3, DKV: 4}
 """Matrix products of each kernel; the backward's compute the weights again."""
 SEED = -(2**40) - 3
@@ -110,30 +109,20 @@ def one_head(name: str, x: Tensor) -> Tensor:
 def packed(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Returns an op on one tensor that holds q, k and v, which applies `f` to its three slices."""
 
-    def of_slices(
-        qkv: Tensor, heads: int, input_bias: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        qkv = with_gradient_of(input_bias, qkv.flatten(2)).view(qkv.shape)
+    def of_slices(qkv: Tensor, heads: int, **options: Any) -> Tensor:
         K = (qkv.shape[2] - heads) // 2
         return f(*qkv.split((heads, K, K), dim=2), **options)
 
-    return with_input_bias(of_slices)
+    return of_slices
 
 
 def packed_inputs(s: Problem, make: Make) -> dict[str, Tensor]:
     heads = s["H"] + 2 * s.get("K", s["H"])
-    made = {"qkv": make(s["B"], s["T"], heads, s["D"])}
-    return {**made, "input_bias": make(heads * s["D"])} if s.get("input_bias") else made
+    return {"qkv": make(s["B"], s["T"], heads, s["D"])}
 
 
 def packed_options(s: Problem, device: torch.device | str) -> dict[str, Any]:
-    more = {"input_bias": True} if s.get("input_bias") else {}
-    return {"heads": s["H"], **more, **options(s, device)}
-
-
-def packed_launches(s: Problem) -> tuple[str, ...]:
-    sums = s.get("input_bias", False) and s.get("scale", 1) > 0
-    return (FWD, DQ, DKV, *(SUM,) * sums)
+    return {"heads": s["H"], **options(s, device)}
 
 
 def one_packed_head(name: str, x: Tensor) -> Tensor:
@@ -168,8 +157,6 @@ def variants(arch: int) -> Iterator[Case]:
     for D in (32, 64, 128, 256):
         for masks in MASKS if D in (64, 128) else MASKS[::2]:
             yield case(arch, D, torch.bfloat16, masks)
-    for D, masks in ((64, MASKS[0]), (64, MASKS[2]), (128, MASKS[0])):
-        yield case(arch, D, torch.bfloat16, masks, input_bias=True)
     yield case(arch, 16, torch.bfloat16, MASKS[2])
     yield case(arch, 80, torch.bfloat16, "causal")
     for D in (64, 128, 256):  # 16 and 32 have the row of 64
@@ -177,7 +164,7 @@ def variants(arch: int) -> Iterator[Case]:
             yield case(arch, D, torch.float32, masks)
 
 
-def case(arch: int, D: int, dtype: torch.dtype, masks: str, *, input_bias: bool = False) -> Case:
+def case(arch: int, D: int, dtype: torch.dtype, masks: str) -> Case:
     """Builds the `Case` that launches all three kernels with the masks named."""
     B, T, H = 16, 1024, 12  # GPT-2's sizes; only the heads are compiled in
     K = H // 3 if "grouped" in masks else H
@@ -191,23 +178,17 @@ def case(arch: int, D: int, dtype: torch.dtype, masks: str, *, input_bias: bool 
     def run() -> None:
         qkv = torch.empty(B, T, H + 2 * K, D, dtype=dtype, device="meta", requires_grad=True)
         docs = torch.empty(B, T, dtype=torch.int32, device="meta") if "docs" in masks else None
-        bias = None
-        if input_bias:
-            bias = torch.empty((H + 2 * K) * D, device="meta", requires_grad=True)
-        out = attention_packed(qkv, H, doc_ids=docs, input_bias=bias, **given)
-        wanted = (qkv,) if bias is None else (qkv, bias)
-        torch.autograd.grad(out, wanted, torch.empty_like(out))
+        out = attention_packed(qkv, H, doc_ids=docs, **given)
+        torch.autograd.grad(out, qkv, torch.empty_like(out))
 
     mma = {}
     with recording(arch) as launches:
         run()
-    assert [launch.kernel.__name__ for launch in launches[3:]] == [SUM] * input_bias
-    for (kernel, side), launch in zip(STEPS.values(), launches[:3], strict=True):
+    for (kernel, side), launch in zip(STEPS.values(), launches, strict=True):
         if dtype is not torch.float32:
             few = launch.meta[side] < 64  # rows for a warp group: mma.sync
             mma[kernel] = "HMMA" if few else {9: "HGMMA", 10: "UTC"}.get(arch // 10, "HMMA")
-    label = f"D={D} {str(dtype).removeprefix('torch.')} {masks}{' input_bias' * input_bias}"
-    return Case(label, run, mma)
+    return Case(f"D={D} {str(dtype).removeprefix('torch.')} {masks}", run, mma)
 
 
 # --- problems -------------------------------------------------------------------------------------
@@ -308,27 +289,24 @@ ATTENTION = Spec(
 ATTENTION_PACKED = replace(
     ATTENTION,
     name="attention_packed",
-    op=with_input_bias(attention_packed),
+    op=attention_packed,
     ref=packed(attention_seeded_ref),
     eager=packed(eager),
     inputs=packed_inputs,
     options=packed_options,
-    launches=packed_launches,
     variants=lambda arch: iter(()),  # the kernels are those of `attention`
     problems={
         "causal": problem(1, 70, 2, 16),
         "everything": problem(1, 10, 3, 16, K=1, **EVERYTHING),
         "negative-scale": problem(2, 40, 2, 16, K=1, scale=-0.4),
-        "negative-scale-input-bias": problem(1, 40, 1, 16, scale=-0.4, input_bias=True),
-        "input-bias": problem(1, 3, 2, 16, input_bias=True),
-        "padded-head": problem(2, 70, 2, 80, input_bias=True),
-        "many-tiles": problem(2, 127, 4, 16, K=2, input_bias=True, **EVERYTHING),
+        "padded-head": problem(2, 70, 2, 80),
+        "many-tiles": problem(2, 127, 4, 16, K=2, **EVERYTHING),
     },
     sizes={
         "cuda": {k: s for k, s in SIZES["cuda"].items() if k.startswith("gpt2")},
         "cpu": {"shakespeare-char": SIZES["cpu"]["shakespeare-char"]},
     },
-    structural=("everything", "input-bias"),
+    structural=("everything",),
     empty=({"B": 0}, {"T": 0}),
     far=({"B": 3}, {"H": 1, "K": 1}),
     probe=one_packed_head,

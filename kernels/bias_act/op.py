@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ..checks import check_float
 from ..invariant import elementwise, is_batch_invariant
-from ..runtime import autocast_dtype, define_op, runs_kernels
-from ..sums import vectors_of
+from ..runtime import Op, autocast_dtype, runs_kernels
+from ..sums import split_grads
 
 # --- reference ------------------------------------------------------------------------------------
 
@@ -115,18 +115,17 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     x, bias = ctx.saved_tensors
     wanted = ctx.needs_input_grad[1]
     dx, parts = _bias_act_bwd(dy, x, bias, ctx.kind, wanted)
-    (dbias,) = vectors_of([parts], bias.dtype if wanted else None)
+    (dbias,) = split_grads(parts, bias.dtype if wanted else None)
     return dx, dbias, None, None
 
 
-_bias_act_bwd = define_op(
-    "bias_act_backward(Tensor dy, Tensor x, Tensor? bias, str kind, bool wanted) "
-    "-> (Tensor, Tensor)",
+_bias_act_bwd = Op(
+    "bias_act_bwd(Tensor dy, Tensor x, Tensor? bias, str kind, bool wanted) -> (Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
-_bias_act = define_op(
-    "bias_act_forward(Tensor x, Tensor? bias, str kind, ScalarType dtype) -> Tensor",
+_bias_act_fwd = Op(
+    "bias_act_fwd(Tensor x, Tensor? bias, str kind, ScalarType dtype) -> Tensor",
     _fwd,
     _fwd_fake,
     setup_context=_setup_context,
@@ -163,4 +162,4 @@ def bias_act(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
         check_float("bias", bias, x.shape[-1:], x)
     if not runs_kernels(x.device):
         return bias_act_ref(x, bias, kind)
-    return _bias_act(x, bias, kind, autocast_dtype(x))
+    return _bias_act_fwd(x, bias, kind, autocast_dtype(x))

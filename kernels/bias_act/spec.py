@@ -11,7 +11,7 @@ from ..proof.compile import Case
 from ..spec import Make, Problem, Spec, Work, rows, work
 from .op import ACTIVATIONS, bias_act, bias_act_ref
 
-FWD, BWD, SUM = "_bias_act_fwd_kernel", "_bias_act_bwd_kernel", "_norm_sum_kernel"
+FWD, BWD, SUM = "_bias_act_fwd_kernel", "_bias_act_bwd_kernel", "_reduce_partials_kernel"
 
 
 def eager(x: Tensor, bias: Tensor | None = None, *, kind: str) -> Tensor:
@@ -52,7 +52,7 @@ def variants(arch: int) -> Iterator[Case]:
 
 def variant(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Case:
     def run() -> None:
-        from ..rows import sum_parts
+        from ..rows import reduce_partials
         from .device import bias_act_bwd, bias_act_fwd
 
         N = 2 * F if kind == "swiglu" else F
@@ -61,7 +61,7 @@ def variant(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> 
         y = bias_act_fwd(x, b, kind, dtype)
         _, parts = bias_act_bwd(y, x, b, kind, bias is not None)
         if bias is not None:
-            sum_parts([parts])
+            reduce_partials([parts])
 
     names = {torch.bfloat16: "bf16", torch.float32: "fp32", None: "none"}
     return Case(f"{kind} F={F} {names[dtype]} bias={names[bias]}", run)

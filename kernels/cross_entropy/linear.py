@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..checks import INTEGERS, check_float, check_like
 from ..linear.op import by_onednn, product
-from ..runtime import autocast_dtype, bypasses_dispatcher, define_op
+from ..runtime import Op, autocast_dtype, no_hooks
 from .chunks import tokens_at_a_time
 from .op import OPTIONS, check_options, count, cross_entropy_ref, in_place, reduced
 from .plain import Options
@@ -211,13 +211,15 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Any, ...]:
     if dloss is not None and ctx.gradients is None:  # never computed, or already returned
         if ctx.reduction == "mean":
             dloss = dloss / count(targets, ctx.settings.ignore_index)
-        grads = _again(dloss, x, weight, bias, targets, *needed, *ctx.settings[3:])
+        grads = _linear_cross_entropy_bwd(
+            dloss, x, weight, bias, targets, *needed, *ctx.settings[3:]
+        )
     elif dloss is not None:
         dtypes = _dtypes(x, weight, bias)
         if torch.compiler.is_compiling():  # the compiler fuses it with what comes next
             grads = _scaled_copies(dloss, *ctx.gradients, *dtypes)
-        elif torch.is_grad_enabled() or not (ctx.once and bypasses_dispatcher(dloss)):
-            grads = _scaled(dloss, *ctx.gradients, *dtypes)
+        elif torch.is_grad_enabled() or not (ctx.once and no_hooks(dloss)):
+            grads = _linear_cross_entropy_bwd_scaled(dloss, *ctx.gradients, *dtypes)
         else:  # keeps no second copy; another backward computes them again
             grads = _scaled_(dloss, *ctx.gradients, *dtypes)
             ctx.gradients = None
@@ -252,7 +254,7 @@ def _scaled_bwd_fake(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, 
     return tuple(torch.empty_like(grad, dtype=dtype) for grad, dtype in of)
 
 
-def _again_bwd(
+def _bwd(
     dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
 ) -> tuple[Tensor, ...]:
     _, grads = run(x, weight, bias, targets, dlosses, Settings(*settings))
@@ -260,28 +262,28 @@ def _again_bwd(
     return tuple(grad.to(dtype) for grad, dtype in of)
 
 
-def _again_bwd_fake(
+def _bwd_fake(
     dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
 ) -> tuple[Tensor, ...]:
     return empty_gradients(x, weight, Settings(*settings), _dtypes(x, weight, bias))
 
 
-_scaled = define_op(
-    "linear_cross_entropy_scaled(Tensor dloss, Tensor scale, Tensor dx, Tensor dweight, "
+_linear_cross_entropy_bwd_scaled = Op(
+    "linear_cross_entropy_bwd_scaled(Tensor dloss, Tensor scale, Tensor dx, Tensor dweight, "
     "Tensor dbias, ScalarType x_dtype, ScalarType weight_dtype, ScalarType bias_dtype) "
     "-> (Tensor, Tensor, Tensor)",
     _scaled_copies,
     _scaled_bwd_fake,
 )
-_again = define_op(
-    "linear_cross_entropy_again(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, "
+_linear_cross_entropy_bwd = Op(
+    "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, "
     f"Tensor targets, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
-    _again_bwd,
-    _again_bwd_fake,
+    _bwd,
+    _bwd_fake,
 )
-_linear_cross_entropy = define_op(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, str reduction, "
-    f"bool once, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+_linear_cross_entropy_fwd = Op(
+    "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "
+    f"str reduction, bool once, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,
     setup_context=_setup_context,
@@ -349,8 +351,8 @@ def linear_cross_entropy(
     early = torch.is_grad_enabled() and reduction != "none"
     wanted = (early and t is not None and t.requires_grad for t in (x, weight, bias))
     # a dispatch mode may keep the gradients that the op returns with the loss
-    once = torch.compiler.is_compiling() or bypasses_dispatcher(x, weight, targets)
-    loss, *_ = _linear_cross_entropy(
+    once = torch.compiler.is_compiling() or no_hooks(x, weight, targets)
+    loss, *_ = _linear_cross_entropy_fwd(
         x, weight, bias, targets, reduction, once,
         *wanted, autocast_dtype(x), chunk_tokens or 0, *options,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..checks import INTEGERS, check_float, check_like
-from ..runtime import bypasses_dispatcher, define_op, runs_kernels
+from ..runtime import Op, no_hooks, runs_kernels
 from .plain import Options, losses_and_gradient_, losses_ref
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -164,14 +164,15 @@ OPTIONS = (
 )
 """The fields of `Options` in the form of an op schema."""
 
-_cross_entropy_bwd = define_op(
-    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, "
+_cross_entropy_bwd = Op(
+    "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, "
     f"str reduction, {OPTIONS}) -> Tensor",
     _bwd,
     _bwd_fake,
 )
-_cross_entropy = define_op(
-    f"cross_entropy(Tensor logits, Tensor targets, str reduction, {OPTIONS}) -> (Tensor, Tensor)",
+_cross_entropy_fwd = Op(
+    f"cross_entropy_fwd(Tensor logits, Tensor targets, str reduction, {OPTIONS}) "
+    "-> (Tensor, Tensor)",
     _fwd,
     _fwd_fake,
     setup_context=_setup_context,
@@ -284,7 +285,7 @@ def cross_entropy(
     )
     flat, flat_targets = logits.reshape(-1, V), targets.reshape(-1)
     wanted = inplace_grad and logits.requires_grad and torch.is_grad_enabled()
-    if wanted and not torch.compiler.is_compiling() and bypasses_dispatcher(logits, targets):
+    if wanted and not torch.compiler.is_compiling() and no_hooks(logits, targets):
         if flat.data_ptr() != logits.data_ptr() or not _rows_apart(flat):
             raise ValueError(
                 "logits: with inplace_grad expected rows that are evenly spaced and contiguous, "
@@ -292,7 +293,7 @@ def cross_entropy(
             )
         loss = _InPlace.apply(flat, flat_targets, reduction, options)
     elif runs_kernels(logits.device):
-        loss, _ = _cross_entropy(flat, flat_targets, reduction, *options)
+        loss, _ = _cross_entropy_fwd(flat, flat_targets, reduction, *options)
     else:
         losses = losses_ref(flat, flat_targets, options)
         loss = reduced(losses, flat_targets, ignore_index, reduction)

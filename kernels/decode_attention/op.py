@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
 from ..invariant import attention_invariant, is_batch_invariant
-from ..runtime import autocast_dtype, define_op, runs_kernels, without_autocast
+from ..runtime import Op, autocast_dtype, runs_kernels, without_autocast
 
 
 def decode_attention_ref(
@@ -94,9 +94,9 @@ def _fwd(*args: Any) -> Tensor:
     return decode_attention_fwd(*args)
 
 
-_decode_attention = define_op(
-    "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? starts, "
-    "Tensor? block_table, float scale) -> Tensor",
+_decode_attention_fwd = Op(
+    "decode_attention_fwd(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, "
+    "Tensor? starts, Tensor? block_table, float scale) -> Tensor",
     _fwd,
     lambda q, *_: q.new_empty(q.shape),
 )
@@ -162,7 +162,7 @@ def decode_attention(
         return decode_attention_ref(
             q, k_cache, v_cache, lengths, starts=starts, block_table=block_table, scale=scale
         )
-    return _decode_attention(q, k_cache, v_cache, lengths, starts, block_table, factor)
+    return _decode_attention_fwd(q, k_cache, v_cache, lengths, starts, block_table, factor)
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""Dropout from packed random numbers: four draws of 16 bits from every 64-bit one.
+"""Dropout from packed random numbers (`packed_rng`): four draws of 16 bits from every 64-bit one.
 
 On a CPU PyTorch draws one random number for each element; `python -m bench` measures both. The
 probability is rounded to a multiple of 2**-16, and the scale is that of the rounded probability, so

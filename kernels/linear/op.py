@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from ..invariant import is_batch_invariant, linear_invariant
-from ..runtime import autocast_dtype, bypasses_dispatcher, without_autocast
+from ..runtime import autocast_dtype, no_hooks, without_autocast
 
 LEAST = {True: 2**23, False: 2**19}
 """Least N O I for oneDNN, by whether gradients are computed; below it MKL's calls are shorter."""
@@ -53,7 +53,7 @@ def by_onednn(
         and x.numel() * len(weight) >= LEAST[differentiated]
         and faster_by_onednn()
         and torch.backends.mkldnn.enabled  # pyright: ignore
-        and bypasses_dispatcher(x, weight)
+        and no_hooks(x, weight)
     )
 
 

@@ -2,8 +2,8 @@
 
 Shapes
     M = rows, N = features.  x, residual, y, total, dy, dtotal, dx, dresidual: (M, N)
-    weight, bias: (N,)   stats: (2, M) fp32, mean and rstd; RMSNorm (1, M), rstd alone
-    P = programs of the backward; partials of dweight, dbias and dinput_bias: (P, N) fp32
+    weight, bias, x_bias: (N,)   stats: (2, M) fp32, mean and rstd; RMSNorm (1, M), rstd alone
+    P = programs of the backward; partials of dweight, dbias and dx_bias: (P, N) fp32
 The math is derived in docs/kernels/norm.md.
 
 A pointer that is None is a constant to the compiler, which drops the code that needs it; CENTRED is
@@ -22,13 +22,13 @@ from ..runtime import launch, multiprocessors
 
 @triton.jit
 def _vector_of(ptr, offs_n, mask_n):
-    """Loads weight or bias in fp32 and keeps it in the L1 cache, because every block reads it."""
+    """Loads a weight or bias in fp32 and keeps it in the L1 cache, because every block reads it."""
     return tl.load(ptr + offs_n, mask_n, 0.0, eviction_policy="evict_last").to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _norm_fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, stats_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, x_bias_ptr, y_ptr, total_ptr, stats_ptr,
     stride_xm, stride_rm,
     M, N,
     EPS: tl.constexpr, CENTRED: tl.constexpr, LANE: tl.constexpr,
@@ -42,6 +42,8 @@ def _norm_fwd_kernel(
     x = x.to(tl.float32)
     offs = (offs_m * N)[:, None] + offs_n[None, :]
     if residual_ptr is not None:
+        if x_bias_ptr is not None:
+            x += _vector_of(x_bias_ptr, offs_n, mask_n)[None, :]
         offs_r = (offs_m * stride_rm)[:, None] + offs_n[None, :]
         x += tl.load(residual_ptr + offs_r, mask=mask, other=0.0).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
@@ -93,7 +95,7 @@ def _norm_dots_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _norm_bwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branches
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, stats_ptr, dots_ptr,
-    dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr, dinput_bias_ptr,
+    dx_ptr, dresidual_ptr, dweight_ptr, dbias_ptr, dx_bias_ptr,
     stride_dym, stride_dtm, stride_xm,
     M, N,
     CENTRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -106,7 +108,7 @@ def _norm_bwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branche
         weight = _vector_of(weight_ptr, offs_n, mask_n)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    dinput_bias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    dx_bias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(pid, tl.cdiv(M, BLOCK_M), programs, num_stages=STAGES):
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         mask_m = offs_m < M
@@ -140,22 +142,22 @@ def _norm_bwd_kernel(  # noqa: C901, PLR0915 - the compiler resolves the branche
         if dtotal_ptr is not None:
             offs_dt = (offs_m * stride_dtm)[:, None] + offs_n[None, :]
             dx += tl.load(dtotal_ptr + offs_dt, mask=mask, other=0.0).to(tl.float32)
-        if dinput_bias_ptr is not None:
-            dinput_bias += dx
+        if dx_bias_ptr is not None:
+            dx_bias += dx
         offs = (offs_m * N)[:, None] + offs_n[None, :]
         tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + offs, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)
     vectors: tl.constexpr = (
-        (dweight_ptr is not None) + (dbias_ptr is not None) + (dinput_bias_ptr is not None)
+        (dweight_ptr is not None) + (dbias_ptr is not None) + (dx_bias_ptr is not None)
     )
     part = pid.to(tl.int64) * (vectors * N) + offs_n
     if dweight_ptr is not None:
         tl.store(dweight_ptr + part, tl.sum(dweight, axis=0), mask=mask_n)
     if dbias_ptr is not None:
         tl.store(dbias_ptr + part, tl.sum(dbias, axis=0), mask=mask_n)
-    if dinput_bias_ptr is not None:
-        tl.store(dinput_bias_ptr + part, tl.sum(dinput_bias, axis=0), mask=mask_n)
+    if dx_bias_ptr is not None:
+        tl.store(dx_bias_ptr + part, tl.sum(dx_bias, axis=0), mask=mask_n)
 
 
 # --- configurations -------------------------------------------------------------------------------
@@ -208,6 +210,7 @@ def norm_fwd(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    x_bias: Tensor | None,
     eps: float,
     centred: bool,
     dtype: torch.dtype,
@@ -232,7 +235,7 @@ def norm_fwd(
     lane = 16 // max(t.element_size() for t in (x, residual, weight) if t is not None)
     launch(
         _norm_fwd_kernel, (triton.cdiv(M, config["BLOCK_M"]),),
-        x, residual, _vector(weight), _vector(bias), y, total if summed else None, stats,
+        x, residual, *map(_vector, (weight, bias, x_bias)), y, total if summed else None, stats,
         x.stride(0), 0 if residual is None else residual.stride(0),
         M, N, EPS=eps, CENTRED=centred, LANE=lane, **config,
     )  # fmt: skip
@@ -270,7 +273,7 @@ def norm_bwd(
     """Runs the backward kernels: returns (dx, dresidual, parts).
 
     x is the normalised input. dresidual is empty without a dtype for it, else dx in that dtype.
-    parts (P, V N) fp32 are partial sums of the V wanted ones of dweight, dbias and dinput_bias, the
+    parts (P, V N) fp32 are partial sums of the V wanted ones of dweight, dbias and dx_bias, the
     last of which holds the column sums of dx.
     """
     N = x.shape[-1]

@@ -9,12 +9,11 @@ Source
 On CUDA, and on CPU tensors in Triton's interpreter, the kernels of `kernels.norm.device` run;
 anywhere else the plain form does. Statistics are fp32 and the weights may be: activations in bf16
 with weights in fp32 is what autocast meets. y has the dtype of x, or autocast's where it is on,
-because what follows a norm is a matrix product; x + residual keeps the dtype torch would give it.
+because what follows a norm is a matrix product; the sum keeps the dtype torch gives x + residual.
 A gradient of a gradient raises.
 
-`input_bias` is a bias that x contains already, put there with its gradient cut off
-(`F.linear(x, weight, input_bias.detach())`). It changes no result. Its gradient, the column sums of
-x's, costs no pass over the gradient where it is computed together with it.
+`x_bias` is the bias of the projection that computes x. Where the norm adds it, its gradient, the
+column sums of x's, needs no pass of its own over that gradient.
 """
 
 from typing import Any
@@ -23,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..checks import check_float
-from ..runtime import autocast_dtype, column_sums, define_op, runs_kernels, with_gradient_of
-from ..sums import vectors_of
+from ..runtime import Op, autocast_dtype, runs_kernels
+from ..sums import split_grads
 
 MAX_N = 16_384
 
@@ -38,17 +37,16 @@ def norm_ref(
     eps: float = 1e-5,
     *,
     residual: Tensor | None = None,
-    input_bias: Tensor | None = None,
+    x_bias: Tensor | None = None,
     centred: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Reference of all norms in plain PyTorch: returns (y, x + residual); also accepts fp64.
+    """Reference of all norms in plain PyTorch: returns (y, x + x_bias + residual), also in fp64.
 
     Args:
         centred: True for LayerNorm, False for RMSNorm.
     """
     dtype = autocast_dtype(x)
-    x = with_gradient_of(input_bias, x)
-    total = x if residual is None else x + residual
+    total = x if residual is None else residual_sum(x, x_bias, residual)
     xhat = total.to(torch.promote_types(total.dtype, torch.float32))
     if centred:
         xhat = xhat - xhat.mean(-1, keepdim=True)
@@ -60,6 +58,14 @@ def norm_ref(
     return y.to(dtype), total
 
 
+def residual_sum(x: Tensor, x_bias: Tensor | None, residual: Tensor) -> Tensor:
+    """Computes x + x_bias + residual, rounded once, to the dtype torch gives x + residual."""
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    if x_bias is not None:
+        x = x + x_bias.to(torch.promote_types(dtype, torch.float32))
+    return (x + residual).to(dtype)
+
+
 # --- ops ------------------------------------------------------------------------------------------
 # The kernels are imported when first run: triton is missing on macOS and slow to import.
 
@@ -67,7 +73,7 @@ def norm_ref(
 def _fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     from .device import norm_fwd
 
-    return norm_fwd(*args[:4], *args[5:])
+    return norm_fwd(*args)
 
 
 def _bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +87,7 @@ def _fwd_fake(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    input_bias: Tensor | None,
+    x_bias: Tensor | None,
     eps: float,
     centred: bool,
     dtype: torch.dtype,
@@ -126,8 +132,11 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tu
     if dy is None:  # y was not used
         if dtotal is None:
             return (None,) * 8
-        sums = column_sums(dtotal, ctx.dtypes[4]) if ctx.needs_input_grad[4] else None
-        return dtotal.to(x_dtype), dtotal.to(residual_dtype), None, None, sums, *options
+        dx_bias = None
+        if ctx.needs_input_grad[4]:
+            rows = dtotal.reshape(-1, dtotal.shape[-1])
+            dx_bias = rows.sum(0, dtype=torch.float32).to(ctx.dtypes[4])
+        return dtotal.to(x_dtype), dtotal.to(residual_dtype), None, None, dx_bias, *options
     x, weight, stats = ctx.saved_tensors
     apart = residual_dtype is not None and residual_dtype != x_dtype
     wanted = ctx.needs_input_grad[2:5]
@@ -136,18 +145,18 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tu
     if not apart:
         dresidual = dx if residual_dtype else None
     of_vectors = (dtype if it else None for dtype, it in zip(ctx.dtypes[2:], wanted, strict=True))
-    return dx, dresidual, *vectors_of([parts], *of_vectors), *options
+    return dx, dresidual, *split_grads(parts, *of_vectors), *options
 
 
-_norm_bwd = define_op(
-    "norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor stats, Tensor? weight, "
+_norm_bwd = Op(
+    "norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor stats, Tensor? weight, "
     "ScalarType dx_dtype, ScalarType? dresidual_dtype, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
-_norm = define_op(
-    "norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? input_bias, "
+_norm_fwd = Op(
+    "norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? x_bias, "
     "float eps, bool centred, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,
@@ -163,15 +172,13 @@ def _run(
     bias: Tensor | None,
     eps: float,
     centred: bool,
-    input_bias: Tensor | None = None,
+    x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check(x, residual, eps, weight=weight, bias=bias, input_bias=input_bias)
+    _check(x, residual, eps, weight=weight, bias=bias, x_bias=x_bias)
     if not runs_kernels(x.device):
-        return norm_ref(
-            x, weight, bias, eps, residual=residual, input_bias=input_bias, centred=centred
-        )
+        return norm_ref(x, weight, bias, eps, residual=residual, x_bias=x_bias, centred=centred)
     dtype = autocast_dtype(x)
-    y, total, _ = _norm(x, residual, weight, bias, input_bias, eps, centred, dtype)
+    y, total, _ = _norm_fwd(x, residual, weight, bias, x_bias, eps, centred, dtype)
     return y, total
 
 
@@ -219,24 +226,25 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    input_bias: Tensor | None = None,
+    x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (layer_norm(x + residual), x + residual); each tensor is read once and written once.
+    """Returns (layer_norm(total), total) for total = x + x_bias + residual.
+
+    Each tensor is read once and written once.
 
     Args:
         x: see `layer_norm`, as are weight, bias and eps.
         residual: shape of `x`, any of the dtypes.
-        input_bias: (N,), any of the dtypes; a bias that `x` contains already, which gets the column
-            sums of its gradient.
+        x_bias: (N,), any of the dtypes; the bias of the projection that computes x.
 
     Returns:
         tuple[Tensor, Tensor]: y in the dtype of `x`, or autocast's, and the sum in the dtype torch
-        gives it; the statistics are those of the sum as it is returned.
+        gives x + residual; the statistics are those of the sum as it is returned.
 
     Raises:
         ValueError: a shape, dtype or device is not as above.
     """
-    return _run(x, residual, weight, bias, eps, True, input_bias)
+    return _run(x, residual, weight, bias, eps, True, x_bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -250,7 +258,7 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
-    input_bias: Tensor | None = None,
+    x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(x + residual), x + residual); see `add_layer_norm`."""
-    return _run(x, residual, weight, None, eps, False, input_bias)
+    """Returns (rms_norm(total), total) for total = x + x_bias + residual; see `add_layer_norm`."""
+    return _run(x, residual, weight, None, eps, False, x_bias)

@@ -9,11 +9,11 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from ..proof.compile import Case
-from ..runtime import with_gradient_of
-from ..spec import Make, Problem, Spec, Work, rows, with_input_bias, work
+from ..spec import Make, Problem, Spec, Work, rows, work
 from . import op
 
-FWD, DOTS, BWD, SUM = (f"_norm_{part}_kernel" for part in ("fwd", "dots", "bwd", "sum"))
+FWD, DOTS, BWD = "_norm_fwd_kernel", "_norm_dots_kernel", "_norm_bwd_kernel"
+SUM = "_reduce_partials_kernel"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDE = 8_192 + 40
 """Row length for which the backward processes the columns in parts."""
@@ -26,7 +26,7 @@ def variants(arch: int) -> Iterator[Case]:
     The costliest variant of a size is fp32 with all options; with fewer a row of 8192 stays whole.
     """
     for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384):
-        yield variant(n, FP32, FP32, residual=FP32, input_bias=True)
+        yield variant(n, FP32, FP32, residual=FP32, x_bias=True)
     yield variant(8192, FP32, FP32, residual=FP32)
     yield variant(8192, BF16, FP32, residual=FP32, centred=False, bias=False)
     yield variant(8192, BF16, FP32, residual=FP32)
@@ -34,7 +34,7 @@ def variants(arch: int) -> Iterator[Case]:
         yield variant(n, BF16, BF16, residual=BF16, bias=n != 4096)
         yield variant(n, BF16, FP32)
     for stream in (FP32, BF16):  # --train.residual
-        yield variant(768, BF16, FP32, residual=stream, input_bias=True)
+        yield variant(768, BF16, FP32, residual=stream, x_bias=True)
     yield variant(768, BF16, FP32, centred=False, bias=False)
     yield variant(768, FP16, FP32, residual=FP16)
 
@@ -47,30 +47,30 @@ def variant(
     *,
     bias: bool = True,
     centred: bool = True,
-    input_bias: bool = False,
+    x_bias: bool = False,
 ) -> Case:
     def make(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
         return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
 
     def run() -> None:
-        from ..rows import sum_parts
+        from ..rows import reduce_partials
         from .device import norm_bwd, norm_fwd
 
         x = y = torch.empty(4096, n, dtype=dtype, device="meta")
-        w, b = make(weight, n), make(weight if bias else None, n)
+        w, b, xb = (make(weight if given else None, n) for given in (True, bias, x_bias))
         r = make(residual, 4096, n)
-        _, total, stats = norm_fwd(x, r, w, b, 1e-5, centred, dtype)
+        _, total, stats = norm_fwd(x, r, w, b, xb, 1e-5, centred, dtype)
         saved, other = (x, None) if r is None else (total, residual if residual != dtype else None)
         dtotal = None if r is None else total
-        wanted = [True, bias, input_bias]
+        wanted = [True, bias, x_bias]
         *_, parts = norm_bwd(y, dtotal, saved, stats, w, dtype, other, wanted)
-        sum_parts([parts])
+        reduce_partials([parts])
 
     names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", None: ""}
     parts = ["layer" if centred else "rms", f"N={n} {names[dtype]} weight={names[weight]}"]
     parts += (
         ["bias"] * bias
-        + ["input_bias"] * input_bias
+        + ["x_bias"] * x_bias
         + [f"residual={names[residual]}"] * (residual is not None)
     )
     return Case(" ".join(parts), run)
@@ -102,6 +102,17 @@ SIZES: dict[str, dict[str, Problem]] = {
 }
 
 
+def with_x_bias(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `f` with its argument x_bias as the last tensor, where a problem has one."""
+
+    def call(*tensors: Tensor, x_bias: bool = False, **options: Any) -> Any:
+        if not x_bias:
+            return f(*tensors, **options)
+        return f(*tensors[:-1], x_bias=tensors[-1], **options)
+
+    return call
+
+
 def reference(kind: str, summed: bool, eps: float) -> Callable[..., Any]:
     """Returns `norm_ref` with the arguments of one norm, whose default is `eps`."""
 
@@ -120,34 +131,34 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
     plain: Callable[..., Tensor] = F.layer_norm if kind == "layer" else F.rms_norm
     default = 1e-5 if kind == "layer" else 1e-6
 
-    def eager(x: Tensor, *tensors: Tensor, input_bias: Tensor | None = None, **options: Any) -> Any:
+    def eager(x: Tensor, *tensors: Tensor, x_bias: Tensor | None = None, **options: Any) -> Any:
         residual, vectors = (tensors[0], tensors[1:]) if summed else (None, tensors)
-        total = x if residual is None else with_gradient_of(input_bias, x) + residual
+        total = x if residual is None else op.residual_sum(x, x_bias, residual)
         y = plain(total, x.shape[-1:], *vectors, **{"eps": default, **options})
         return (y, total) if summed else y
 
     def kept(s: Problem) -> list[str]:
         return [vector for vector in VECTORS[kind] if vector not in s.get("without", ())]
 
-    def input_biases(s: Problem) -> list[str]:
-        return ["input_bias"] * s.get("input_bias", False)
+    def x_biases(s: Problem) -> list[str]:
+        return ["x_bias"] * s.get("x_bias", False)
 
     def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
         matrices = ("x", "residual") if summed else ("x",)
         made = {matrix: make(*rows(s), s["N"]) for matrix in matrices}
-        return {**made, **{vector: make(s["N"]) for vector in (*kept(s), *input_biases(s))}}
+        return {**made, **{vector: make(s["N"]) for vector in (*kept(s), *x_biases(s))}}
 
     def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
         """Makes the keyword arguments of a test problem: vectors left out, and eps."""
         fixed = {vector: None for vector in VECTORS[kind] if vector not in kept(s)}
-        given = {option: s[option] for option in ("eps", "input_bias") if option in s}
+        given = {option: s[option] for option in ("eps", "x_bias") if option in s}
         return {**fixed, **given}
 
     def launches(s: Problem) -> tuple[str, ...]:
         return (
             (FWD, BWD)
-            + (SUM,) * bool(kept(s) + input_biases(s))
-            + (DOTS,) * (s["N"] > (4096 if len(kept(s) + input_biases(s)) > 2 else 8192))
+            + (SUM,) * bool(kept(s) + x_biases(s))
+            + (DOTS,) * (s["N"] > (4096 if len(kept(s) + x_biases(s)) > 2 else 8192))
         )
 
     def bytes_moved(s: Problem, itemsize: int) -> Work:
@@ -161,18 +172,19 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
 
     problems = dict(PROBLEMS)
     if summed:
-        problems["input-bias"] = {"M": (2, 23), "N": 520, "input_bias": True}
-        problems["many-results"] = {"M": 3, "N": 4104, "input_bias": True}
+        problems["x-bias"] = {"M": (2, 23), "N": 520, "x_bias": True}
+        problems["x-bias-no-weight"] = {**PROBLEMS["no-weight"], "x_bias": True}
+        problems["many-results"] = {"M": 3, "N": 4104, "x_bias": True}
         problems["widest-whole-row"] = {"M": 3, "N": 8192}
         problems["row-in-parts"] = {"M": 3, "N": WIDE}
     if kind == "layer":
         problems["no-bias"] = {"M": 7, "N": 24, "without": ("bias",)}
     return Spec(
         name=name,
-        op=with_input_bias(getattr(op, name)),
-        ref=with_input_bias(reference(kind, summed, default)),
-        eager=with_input_bias(eager),
-        cpu=with_input_bias(eager),
+        op=with_x_bias(getattr(op, name)),
+        ref=with_x_bias(reference(kind, summed, default)),
+        eager=with_x_bias(eager),
+        cpu=with_x_bias(eager),
         inputs=inputs,
         options=options,
         launches=launches,
@@ -180,7 +192,7 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         work=bytes_moved,
         problems=problems,
         sizes=SIZES,
-        structural=("three-dimensions", "no-weight", *["input-bias"] * summed),
+        structural=("three-dimensions", "no-weight", *["x-bias"] * summed),
         growing=tuple({"M": M} for M in ((2, 5), (3, 5), (4, 8), (5, 9), 1, 17, 65_537)),
         empty=({"M": 0}, {"M": (3, 0)}),
         far=({"M": 3}, {"M": 3, "N": WIDE}),

@@ -223,7 +223,7 @@ def compile_config(config: Config) -> Row:
     source = ASTSource(config.launch.kernel, signature, constexprs, attributes)
     try:
         target = GPUTarget("cuda", config.arch, 32)
-        with fences.added(config.launch.kernel, config.arch):
+        with fences.compile_with_fences(config.launch.kernel, config.arch):
             compiled = triton.compile(source, target=target, options=options)
     except Exception as error:  # of any compiler pass; other configurations still get a row
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"

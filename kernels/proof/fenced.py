@@ -14,4 +14,4 @@ except ImportError as error:
 
 __all__ = ["NAMES", "Counters", "built", "compile_launch", "execute", "executor", "run_launch"]
 
-executor.around_compilation.append(fences.added)
+executor.around_compilation.append(fences.compile_with_fences)

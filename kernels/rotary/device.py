@@ -86,13 +86,29 @@ def tile(H: int, K: int, D: int) -> dict[str, int]:
     return {"BLOCK_T": block_t, "BLOCK_H": block_h, "BLOCK_P": block_p, "num_warps": 4}
 
 
-# --- launcher -------------------------------------------------------------------------------------
+# --- launchers ------------------------------------------------------------------------------------
 
 
-def rotary_turn(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, conjugate: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def rotary_fwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Runs the kernel: returns q and k rotated, contiguous."""
+    return _rotated(q, k, cos, sin, conjugate=False)
+
+
+def rotary_bwd(
+    cos: Tensor, sin: Tensor, dq: Tensor | None, dk: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Runs the kernel backwards: returns the gradients of q and k, empty where none comes in."""
+    if dq is not None:
+        return _rotated(dq, dk, cos, sin, conjugate=True)
+    assert dk is not None
+    dk, dq = _rotated(dk, None, cos, sin, conjugate=True)
+    return dq, dk
+
+
+def _rotated(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, conjugate: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns q and k rotated; an empty tensor for a k of None."""
     q, k = _pairs(q), None if k is None else _pairs(k)
     B, T, H, D = q.shape
     K = 0 if k is None else k.shape[2]
@@ -106,7 +122,7 @@ def rotary_turn(
             *q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]), T,
             H=H, K=K, D=D, CONJUGATE=conjugate, **config,
         )  # fmt: skip
-    return q_out, k_out
+    return q_out, torch.empty(0, device=q.device) if k_out is None else k_out
 
 
 def _like(x: Tensor) -> Tensor:

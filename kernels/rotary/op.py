@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checks import MAX_D, check_float, check_like
-from ..runtime import define_op, runs_kernels
+from ..runtime import Op, runs_kernels
 
 # --- reference ------------------------------------------------------------------------------------
 
@@ -66,18 +66,16 @@ def rotary_plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 # The kernels are imported when first run: triton is missing on macOS and slow to import.
 
 
-def _fwd(*args: Any, conjugate: bool = False) -> tuple[Any, ...]:
-    from .device import rotary_turn
+def _fwd(*args: Any) -> tuple[Tensor, Tensor]:
+    from .device import rotary_fwd
 
-    return rotary_turn(*args, conjugate=conjugate)
+    return rotary_fwd(*args)
 
 
-def _bwd(cos: Tensor, sin: Tensor, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of q and of k; empty where there is no upstream gradient."""
-    given = [d for d in (dq, dk) if d is not None]
-    one, two = _fwd(*given, *(None,) * (2 - len(given)), cos, sin, conjugate=True)
-    none = torch.empty(0, device=cos.device) if two is None else two
-    return (none, one) if dq is None else (one, none)
+def _bwd(*args: Any) -> tuple[Tensor, Tensor]:
+    from .device import rotary_bwd
+
+    return rotary_bwd(*args)
 
 
 def _bwd_fake(
@@ -98,13 +96,13 @@ def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]
     return None if dq is None else one, None if dk is None else two, None, None
 
 
-_rotary_bwd = define_op(
-    "rotary_backward(Tensor cos, Tensor sin, Tensor? dq, Tensor? dk) -> (Tensor, Tensor)",
+_rotary_bwd = Op(
+    "rotary_bwd(Tensor cos, Tensor sin, Tensor? dq, Tensor? dk) -> (Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
-_rotary = define_op(
-    "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+_rotary_fwd = Op(
+    "rotary_fwd(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
     _fwd,
     lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
     setup_context=_setup_context,
@@ -134,7 +132,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     _check(q, k, cos, sin)
     if not runs_kernels(q.device):
         return rotary_plain(q, k, cos, sin)
-    return _rotary(q, k, cos, sin)
+    return _rotary_fwd(q, k, cos, sin)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -51,12 +51,12 @@ def variants(arch: int) -> Iterator[Case]:
 
 def variant(H: int, K: int, D: int, dtype: torch.dtype, *, conjugate: bool = False) -> Case:
     def run() -> None:
-        from .device import rotary_turn
+        from .device import rotary_bwd, rotary_fwd
 
         qkv = torch.empty(4, 1024, H + 2 * K, D, dtype=dtype, device="meta")
         q, k, _ = qkv.split((H, K, K), dim=2)
         cos = torch.empty(1024, D // 2, device="meta")
-        rotary_turn(q, k, cos, cos, conjugate=conjugate)
+        rotary_bwd(cos, cos, q, k) if conjugate else rotary_fwd(q, k, cos, cos)
 
     label = f"H={H} K={K} D={D} {str(dtype).removeprefix('torch.')}"
     return Case(f"{label} conjugate" if conjugate else label, run)

@@ -129,8 +129,6 @@ def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, takes,
     assert called.call_count == packed
     GPT(sizes.model, chosen)(torch.zeros(2, 16, dtype=torch.int64))
     assert called.call_count == 2 * packed
-    biases = [call.kwargs["input_bias"].shape for call in called.call_args_list]
-    assert biases == [(96,)] * 2 * packed
     # its gradient is one tensor for PyTorch's op as well
     assert trial.inputs["qkv"].shape == (2, 16, 6, 16)
 
@@ -140,13 +138,13 @@ def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
     model = replace(TINY, residual_dropout=dropout)
     tried = make_trial("norm", replace(SIZES, model=model), "cpu", 2, 16).inputs
     chosen = tables.select(OpsConfig(norm="triton"), "cpu")
-    fused_bias = GPT(model, chosen).h[0].attn.c_proj.fused_bias
-    assert ("input_bias" in tried) == (fused_bias is not None) == (dropout == 0)
+    skipped_bias = GPT(model, chosen).h[0].attn.c_proj.skipped_bias
+    assert ("x_bias" in tried) == (skipped_bias is not None) == (dropout == 0)
 
 
-@pytest.mark.parametrize(("narrow", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
-def test_the_residual_is_tried_in_the_dtype_that_it_has(narrow, dtype):
-    sizes = replace(SIZES, precision="bf16", narrow_residual=narrow)
+@pytest.mark.parametrize(("name", "dtype"), [(None, torch.float32), ("bf16", torch.bfloat16)])
+def test_the_residual_is_tried_in_the_dtype_that_it_has(name, dtype):
+    sizes = replace(SIZES, precision="bf16", residual_dtype=name)
     assert make_trial("norm", sizes, "cpu", 2, 16).inputs["residual"].dtype == dtype
 
 

@@ -183,7 +183,9 @@ def test_a_converted_run_says_how_to_train_on(hf, argv, tmp_path):
     run = converted(hf, tmp_path / "converted", "run")
     refused(["--resume", str(run)], r"no optimizer state: start a new run .*--init-from .*ed$")
     saved = (run / "config.json").read_text()
-    older = json.loads(saved) | {"take_over": False}  # earlier versions had two settings more
+    older = json.loads(saved) | {"take_over": False}  # of an earlier version
     older["train"]["verify_every"] = 5
     assert from_json(json.dumps(older)) == from_json(saved)
+    older["ops"]["dropout"] = "lanes"
+    assert from_json(json.dumps(older)).ops.dropout == "packed_rng"
     build(resolve(configure(argv(run)))).loader.close()

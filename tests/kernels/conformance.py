@@ -359,7 +359,7 @@ def fake_tensors_need_no_kernel(spec: Spec, problem: Problem, device: str) -> No
 def the_reference_runs_where_kernels_do_not(spec: Spec, problem: Problem, device: str) -> None:
     inputs = plain(make_inputs(spec, problem, "cpu"))
     op, ref = (spec.call(f, problem, "cpu") for f in (spec.op, spec.ref))
-    with mock.patch.multiple(runtime, INTERPRETING=False, _stand_in=None), launches():
+    with mock.patch.multiple(runtime, INTERPRETING=False, _fake_device=None), launches():
         got = run(spec, op, inputs)
         torch.compiler.reset()
         compiled = run(spec, torch.compile(op, fullgraph=True, backend="eager"), inputs)

@@ -37,7 +37,7 @@ every_problem = pytest.mark.parametrize(
 def plain(monkeypatch):
     """Turns Triton's interpreter off, so that CPU tensors take the plain PyTorch path."""
     monkeypatch.setattr(runtime, "INTERPRETING", False)
-    monkeypatch.setattr(runtime, "_stand_in", None)
+    monkeypatch.setattr(runtime, "_fake_device", None)
 
 
 @pytest.fixture(params=["kernels"] if torch.cuda.is_available() else ["kernels", "plain"])

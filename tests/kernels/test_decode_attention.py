@@ -152,6 +152,6 @@ def test_a_gradient_is_refused_before_anything_runs(device):
         with torch.no_grad():
             decode_attention(*leaves)
     q = inputs[0].detach().requires_grad_()
-    out = torch.ops.fastgpt.decode_attention(q, *inputs[1:], None, None, 1.0)
+    out = torch.ops.fastgpt.decode_attention_fwd(q, *inputs[1:], None, None, 1.0)
     with pytest.raises(NotImplementedError, match="cannot be differentiated"):
         out.sum().backward()

@@ -75,8 +75,8 @@ def test_one_launch_sums_what_several_backwards_left(layers):
     LAUNCHES.clear()
     together, graph = gradients(loss, given, merged=True)
     launches = -(-2 * layers // MOST)
-    assert LAUNCHES["_norm_sum_kernel"] == launches
-    assert targets_of(graph).count(torch.ops.fastgpt.sum_parts.default) == launches
+    assert LAUNCHES["_reduce_partials_kernel"] == launches
+    assert targets_of(graph).count(torch.ops.fastgpt.reduce_partials.default) == launches
     for got, expected in zip(together, one_by_one, strict=True):
         assert torch.equal(got, expected)
 
@@ -93,15 +93,15 @@ def test_a_sum_that_the_next_one_needs_is_apart():
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
-            first = torch.ops.fastgpt.sum_parts(dy, [])
-            return dy * first, torch.ops.fastgpt.sum_parts(dy + first, [])
+            first = torch.ops.fastgpt.reduce_partials(dy, [])
+            return dy * first, torch.ops.fastgpt.reduce_partials(dy + first, [])
 
     def loss(x: Tensor, bias: Tensor) -> Tensor:
         return Sums.apply(x, bias).square().sum()  # pyright: ignore
 
     one_by_one, _ = gradients(loss, given, merged=False)
     together, graph = gradients(loss, given, merged=True)
-    assert targets_of(graph).count(torch.ops.fastgpt.sum_parts.default) == 2
+    assert targets_of(graph).count(torch.ops.fastgpt.reduce_partials.default) == 2
     for got, expected in zip(together, one_by_one, strict=True):
         assert torch.equal(got, expected)
 

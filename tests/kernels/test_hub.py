@@ -90,7 +90,7 @@ for kind, activation, names in (
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (OPS, "_norm_fwd_kernel _norm_bwd_kernel _norm_sum_kernel _attention_fwd_kernel\n"),
+        (OPS, "_norm_fwd_kernel _norm_bwd_kernel _reduce_partials_kernel _attention_fwd_kernel\n"),
         (MODELS, "RMSNorm 5\nLayerNorm NewGELU 7\nGeluTanh 2\nGeLU 2\n"),
     ],
     ids=["ops", "models"],

@@ -19,14 +19,14 @@ MANY = 300
 @pytest.fixture(params=[FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 def count(request) -> int:
     """Number of random cases; fewer where compiled code is executed on a CPU."""
-    return 2 if runtime._stand_in is not None else request.param
+    return 2 if runtime._fake_device is not None else request.param
 
 
 @pytest.fixture(params=["kernels", "plain"])
 def form(request, monkeypatch) -> str:
     """Runs the kernels (here interpreted), or what stands for them where none run."""
     if request.param == "plain":
-        if runtime._stand_in is not None:
+        if runtime._fake_device is not None:
             pytest.skip("no compiled code")
         for op in ("bias_act", "decode_attention", "rotary", "norm", "cross_entropy"):
             module = __import__(f"fastgpt.kernels.{op}.op", fromlist=["op"])
@@ -155,7 +155,7 @@ def test_rows_of_a_batch(op, count, form, device):
         pytest.skip("attention over a cache stands for it: decode_attention")
     draw = random.Random(op.__name__)
     # the interpreter's bf16 is wrong
-    narrow = torch.bfloat16 if runtime._stand_in is not None else torch.float16
+    narrow = torch.bfloat16 if runtime._fake_device is not None else torch.float16
     with kernels.batch_invariant():
         for case in range(count):
             torch.manual_seed(case)

@@ -151,7 +151,7 @@ def test_onednn_is_for_amds_cpus_with_avx512(monkeypatch, tmp_path, vendor, capa
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_head_is_multiplied_by_onednn_in_chunks(products, bias, monkeypatch):
     monkeypatch.setattr(runtime, "INTERPRETING", False)  # no kernel: the products alone are meant
-    monkeypatch.setattr(runtime, "_stand_in", None)
+    monkeypatch.setattr(runtime, "_fake_device", None)
     C, V = 64, 1000
     x, weight, *rest = tensors((N, C), (V, C), *([(V,)] if bias else []))
     targets = torch.arange(N) % V

@@ -18,7 +18,7 @@ from bench import cases, measure
 from fastgpt.kernels.checks import DTYPES
 from fastgpt.kernels.proof.compile import Case
 from fastgpt.kernels.rows import as_rows
-from fastgpt.kernels.runtime import autocast_dtype, define_op, launch, recording, runs_kernels
+from fastgpt.kernels.runtime import Op, autocast_dtype, launch, recording, runs_kernels
 from fastgpt.kernels.spec import Make, Problem, Spec, Work, rows, work
 from simgpu.executor import FaultError
 from tests.kernels import conformance
@@ -62,8 +62,8 @@ def backward(ctx, dy):
     return (factor * dy.contiguous()).to(ctx.dtype), None
 
 
-_double = define_op(
-    "test_double(Tensor x, ScalarType dtype) -> Tensor",
+_double_fwd = Op(
+    "test_double_fwd(Tensor x, ScalarType dtype) -> Tensor",
     double_fwd,
     double_fake,
     setup_context=setup_context,
@@ -80,7 +80,7 @@ def double(x: Tensor) -> Tensor:
         raise ValueError(f"x: expected (..., N) of fp32, fp16 or bf16, got {x.dtype}")
     if not runs_kernels(x.device) or "no kernel" in FAULTS:
         return double_ref(x)
-    return _double(x, x.dtype if "autocast" in FAULTS else autocast_dtype(x))
+    return _double_fwd(x, x.dtype if "autocast" in FAULTS else autocast_dtype(x))
 
 
 def inputs(s: Problem, make: Make) -> dict[str, Tensor]:

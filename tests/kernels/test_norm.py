@@ -56,6 +56,26 @@ def test_a_bias_without_a_weight(dtype, device):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32], ids=str)
+@summed
+def test_the_bias_of_x_under_autocast(name, residual, device):
+    """The sum has the dtype of x + residual, and is as exact as one that is rounded once."""
+    inputs = conformance.make_inputs(SPEC[name], {"M": 16, "N": 120, "x_bias": True}, device)
+    inputs["x"] = inputs["x"].bfloat16()
+    inputs["residual"] = inputs["residual"].to(residual)
+    leaves = [x.requires_grad_() for x in inputs.values()]
+    with torch.autocast(device, torch.bfloat16):
+        y, total = SPEC[name].op(*leaves, x_bias=True)
+    assert (y.dtype, total.dtype) == (torch.bfloat16, residual)
+    x, stream, *_, x_bias = leaves
+    expected = (x.double() + x_bias.double() + stream.double()).float().to(residual)
+    torch.testing.assert_close(total, expected, rtol=2e-7, atol=1e-6)
+    gradients = torch.autograd.grad((y, total), leaves, (y.detach(), total.detach()))
+    assert [d.dtype for d in gradients] == [t.dtype for t in leaves]
+    sums = gradients[1].double().sum(0).float()
+    torch.testing.assert_close(gradients[-1], sums, rtol=1e-2, atol=5e-2)
+
+
 MIXED = {
     # x, residual, weight, bias -> y, sum
     "fp16-with-fp32-weights": "float16 float16 float32 float32 float16 float16",
@@ -145,6 +165,6 @@ def test_a_second_derivative_through_the_dispatcher_raises(device):
         with pytest.raises(NotImplementedError, match="no double backward"):
             dx.sum().backward()
     assert list(map(str, calls.seen)) == [
-        "fastgpt.norm_forward.default",
-        "fastgpt.norm_backward.default",
+        "fastgpt.norm_fwd.default",
+        "fastgpt.norm_bwd.default",
     ]

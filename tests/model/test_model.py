@@ -75,16 +75,16 @@ def test_trains_under_bf16_autocast(options, attention):
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_the_residual_stream_is_bf16_where_that_is_asked_for(narrow):
+@pytest.mark.parametrize("residual_dtype", [None, torch.bfloat16])
+def test_the_residual_stream_is_bf16_where_that_is_asked_for(residual_dtype):
     model = build()
-    model.narrow_residual = narrow
+    model.residual_dtype = residual_dtype
     dtypes = set()
     for block in model.h:
         block.register_forward_hook(lambda *args: dtypes.add(args[-1][1].stream.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         model(draw_tokens(), draw_tokens()).backward()
-    assert dtypes == {torch.bfloat16 if narrow else torch.float32}
+    assert dtypes == {residual_dtype or torch.float32}
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""The fences that Triton forgets: where it does, and that our kernels are compiled with them."""
+"""The fences that Triton leaves out: where it does, and that our kernels are compiled with them."""
 
 import re
 from types import SimpleNamespace
@@ -14,15 +14,15 @@ COPIED = "cp.async.wait_group \t1;\nbar.sync \t0;\n"
 OURS = "fastgpt.kernels.attention.forward"
 
 
-def test_triton_forgets_them_where_the_table_says_and_nowhere_else():
-    """A Triton that forgets none any more fails here: shrink `fences.forgotten` then."""
-    done = python("-m", "tests.proof.execute.forgotten_fence", TRITON_INTERPRET=None)
+def test_triton_leaves_them_out_where_the_table_says_and_nowhere_else():
+    """A Triton that leaves none out any more fails here: shrink `fences.needs_fence` then."""
+    done = python("-m", "tests.proof.execute.missing_fence", TRITON_INTERPRET=None)
     assert done.returncode == 0, done.stderr
     said = dict(re.findall(r"sm_(\d+, [\w ]+): (.*)", done.stdout))
     for arch in (80, 90, 100, 110):
         assert said[f"{arch}, with fences"] == "True", said
         fault = "reads what threads wrote, without a fence.proxy.async between"
-        expected = fault if fences.forgotten(arch) else "True"
+        expected = fault if fences.needs_fence(arch) else "True"
         assert expected in said[f"{arch}, as compiled"], said
 
 
@@ -63,7 +63,7 @@ def test_a_launch_compiles_our_kernels_with_them(monkeypatch, arch, module, inst
     from triton import knobs
 
     monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", None)
-    monkeypatch.setattr(fences, "forgotten", lambda arch: arch // 10 == 10)  # as Triton 3.7.1
+    monkeypatch.setattr(fences, "needs_fence", lambda arch: arch // 10 == 10)  # as Triton 3.7.1
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     monkeypatch.setattr(runtime, "_cuda", lambda index: (arch, 148))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -105,7 +105,7 @@ def planted(tmp_path_factory):
 
 
 @pytest.mark.skipif(
-    fences.forgotten(90), reason="this Triton forgets the fence of the planted kernel itself"
+    fences.needs_fence(90), reason="this Triton leaves out the fence of the planted kernel itself"
 )
 @pytest.mark.parametrize("flaw", PLANTED)
 def test_a_planted_change_is_found_end_to_end(planted, flaw):

@@ -1,6 +1,6 @@
-"""The smallest kernel that shows which fence Triton forgets, as compiled and with the fence added.
+"""The smallest kernel that shows the fence Triton leaves out, as compiled and with it added.
 
-    python -m tests.proof.execute.forgotten_fence
+    python -m tests.proof.execute.missing_fence
 
 What is wrong with it is in docs/reports/triton-sm100-fence.md.
 """
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastgpt.kernels.fences import fenced
+from fastgpt.kernels.fences import add_fences
 from simgpu.executor import FaultError, Launch, compile_launch, run_launch
 
 SIZE, TILES = 64, 5
@@ -39,7 +39,7 @@ def main() -> None:
         meta = {"SIZE": SIZE, "num_warps": 4, "num_stages": 2}
         launch = Launch(two_products, (x, y, out, TILES), meta, (1,))
         compiled = compile_launch(launch, arch)
-        for name, ptx in (("as compiled", compiled.ptx), ("with fences", fenced(compiled.ptx))):
+        for name, ptx in (("as compiled", compiled.ptx), ("with fences", add_fences(compiled.ptx))):
             try:
                 run_launch(replace(compiled, ptx=ptx), launch)
                 said = str(torch.allclose(out, expected, atol=1e-2, rtol=1e-2))
