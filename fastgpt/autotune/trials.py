@@ -100,12 +100,12 @@ def _attention(sizes: Sizes) -> Tried:
 def _norm(sizes: Sizes) -> Tried:
     model, norms = sizes.model, tables.NORMS
     summed = not sizes.transformers
-    op = f"{'add_' * summed}{'layer_norm' if model.norm == 'layernorm' else 'rms_norm'}"
+    op = f"{'add_' * summed}{'layer_norm' if model.norm_kind == 'layernorm' else 'rms_norm'}"
     fused = summed and norm_fuses_bias_grad(model, norms["triton"], "residual")
     problem = {
         "N": model.dim,
         "eps": model.epsilon,
-        "without": () if model.bias else ("bias",),
+        "without": () if model.bias_at("mlp") else ("bias",),
         "input_bias": fused and model.bias_at("projection"),
     }
     ops = {name: with_input_bias(getattr(norms[name], op)) for name in ("triton", "torch")}
@@ -145,7 +145,7 @@ def _activation(sizes: Sizes) -> Tried:
     def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
         weight = make(width, model.dim) * model.dim**-0.5
         made = {"x": make(s["B"], s["T"], model.dim), "weight": weight}
-        return {**made, "bias": make(width)} if model.bias else made
+        return {**made, "bias": make(width)} if model.bias_at("mlp") else made
 
     def apart(x: Tensor, weight: Tensor) -> list[Tensor]:
         return [F.linear(x, half) for half in weight.chunk(2)]

@@ -101,7 +101,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.ops, self.activation = ops, config.activation
-        C, F, bias = config.dim, config.ffn_width, config.bias
+        C, F, bias = config.dim, config.ffn_width, config.bias_at("mlp")
         width = 2 * F if config.activation == "swiglu" else F
         self.c_fc = Projection(C, width, bias=bias, fuses_bias_grad=False)
         fuses = norm_fuses_bias_grad(config, ops.norms, "feed_forward")
@@ -137,7 +137,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.recompute = recompute
-        self.pre_norm = config.norm_position == "pre"
+        self.pre_norm = config.pre_norm
         self.ln_1 = Norm(config, ops)
         self.attn = Attention(config, ops, cp_shard)
         self.ln_2 = Norm(config, ops)

@@ -69,8 +69,6 @@ class Engine:
         config, train, world = self.config, self.config.train, self.world
         if self.device == "cpu":
             cpu.prepare(compiled=self.compiled)
-        if train.tf32:
-            torch.set_float32_matmul_precision("high")
         self.model = parallelize.build_parallel_model(
             config, self.ops, world, self.device,
             narrow_residual=self.narrow_residual, compiled=self.compiled,
@@ -159,8 +157,8 @@ class Engine:
         samples, batch = sum(self.epoch_sizes), config.global_batch
         if config.epochs is not None:
             config = replace(config, steps=math.ceil(config.epochs * samples / batch))
-        if config.eval_epochs is not None:
-            config = replace(config, eval_every=math.ceil(config.eval_epochs * samples / batch))
+        if config.eval_every == "epoch":
+            config = replace(config, eval_every=math.ceil(samples / batch))
         self.config = config
         """Settings, of which vocabulary, steps and intervals are numbers now."""
         check_splits(config, self.data, self.orders, warn)
@@ -171,7 +169,7 @@ class Engine:
         chosen, self.trials = world.on_rank0(
             lambda: choose.choose(config.ops, sizes, on, warn), world.patient_group()
         )
-        self.ops = tables.select(chosen, on)
+        self.ops = tables.select(config.ops, on, chosen)
 
     def _compiled(self) -> tuple[Callable[..., Tensor], DistributedDataParallel | None]:
         """Returns the model as evaluations call it, compiled if asked for, and its DDP replica.
@@ -189,7 +187,7 @@ class Engine:
         if self.compiled:
             torch._dynamo.config.optimize_ddp = False  # DDP would cut blocks at its buckets
             parallelize.compile_blocks(self.model, self.device)
-        return self.model, parallelize.replicate(self.model, self.config.train)
+        return self.model, parallelize.replicate(self.model, self.config.parallel)
 
     def _rehearse(self, size: int) -> None:
         """Runs two micro-steps of `size` sequences; weights and optimizers stay as they are.
@@ -240,8 +238,7 @@ class Engine:
             # Gradients sync in the last micro-step only. DDP decides in its forward, so the forward
             # is inside no_sync: around the backward alone, gradients would silently go unsynced.
             last = micro_step == micro_steps - 1
-            # the first step of a run may compile
-            watchdog.progress(slow=self.step == self.restored.step)
+            watchdog.progress()
             # A step's first forward may have a collective of DDP's own: no rank stops before that.
             if stop is not None and (last or micro_step or self.world.size == 1):
                 stop.check(self.world, ranks_meet=last or self.has_forward_collectives)
@@ -281,7 +278,8 @@ class Engine:
         """Computes the mean loss in nats for each corpus, and the number of targets scored.
 
         Args:
-            split: `val`; or `train` if `data.eval_batches` is set, which replaces `max_tokens`.
+            split: `val`; or `train` if `data.sampling` is `lecture`, which draws
+                both splits' tokens at random.
             max_tokens: approximate number of targets to score in fixed windows; 0: all.
             stop: checked before each batch; if it was received, `Stopped` is raised.
             report: called before each batch with the progress.

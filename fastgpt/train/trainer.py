@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,7 @@ from fastgpt.convert.source import OpenedModel
 from fastgpt.data.items import Data
 from fastgpt.device import device
 from fastgpt.display import Display, duration, short
-from fastgpt.errors import UserError, brief, counted
+from fastgpt.errors import UserError, counted
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.faults import watchdog
 from fastgpt.logs.metrics import MetricsLog, check_trackers, comparable
@@ -26,7 +26,7 @@ from fastgpt.model.flops import flops_per_token
 from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal
 from fastgpt.run import directory, manifest
-from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
+from fastgpt.sampling.text import encode_prompt, sample_text
 from fastgpt.train import init_from
 from fastgpt.train.data import sample_prompt
 from fastgpt.train.engine import Engine
@@ -71,10 +71,6 @@ class Trainer:
         """True after `fit` if SIGUSR1 stopped the run on any rank: its job should go on later."""
         with ExitStack() as cleanup:
             cleanup.callback(lambda: self.lock and self.lock.release())
-            if config.train.report == "on":
-                from fastgpt.report.page import require_bokeh
-
-                self.world.on_rank0(require_bokeh)
             # before its checkpoints are read, because the lock's holder writes and removes them
             self.world.on_rank0(lambda: self._lock(config))
             self.world.on_rank0(lambda: check_trackers(config.track))
@@ -93,11 +89,7 @@ class Trainer:
 
     def _encoded_prompt(self) -> torch.Tensor:
         prompt = sample_prompt(self.config, self.engine.data.corpora[0])
-        ids = encode_prompt(prompt, self.engine.data.tokenizer, "--train.sample-prompt")
-        if self.config.train.sample_prompt is not None:
-            context = self.config.model.context
-            warn_if_cut(ids, context, "--train.sample-prompt", self.display.warn)
-        return ids
+        return encode_prompt(prompt, self.engine.data.tokenizer, "the prompt of the samples")
 
     def _open_run(self) -> None:
         engine, config = self.engine, self.config
@@ -109,7 +101,6 @@ class Trainer:
             config_json=to_json(config),
             save_tokenizer=engine.data.tokenizer.save,
             keep=config.train.keep_checkpoints,
-            keep_every=config.train.keep_every,
             huggingface_json=json.dumps(kept) if kept else None,
         )
 
@@ -146,7 +137,7 @@ class Trainer:
                 checkpoints stay valid.
         """
         self.stop = StopSignal(self.display.line)
-        watchdog.start(self.config.train.stall_s)
+        watchdog.start()
         self.begun = time.monotonic()
         try:
             ending = self._fit()
@@ -173,27 +164,12 @@ class Trainer:
                 self.lock.release()
             watchdog.close()
             self.stop.restore()
-        for line in [*self._report(), *ending]:
+        for line in ending:
             self.display.line(line)
-
-    def _report(self) -> list[str]:
-        """Writes the page of a run that has taken its last step, and returns a line about it."""
-        complete = self.engine.step >= self.config.steps
-        if self.config.train.report == "off" or self.log is None or not complete:
-            return []
-        from fastgpt.report.page import write_report
-
-        path = self.run_dir.absolute() / "report.html"
-        try:
-            write_report([self.run_dir], path)
-        except Exception as error:  # the run is complete, and a command can write its page again
-            self.display.warn(f"{path} was not written: {brief(error)}")
-            return []
-        return [f"its page: {path}"]
 
     def _settle(self, end: Callable[[], None]) -> None:
         """Calls `end`; an error there is only a warning, so as not to hide an earlier one."""
-        watchdog.progress(slow=True)
+        watchdog.progress()
         try:
             end()
         except UserError as error:
@@ -202,7 +178,7 @@ class Trainer:
     def _doing(self, what: str = "") -> None:
         """Shows what this rank does, and tells the watchdog; without `what` it trains again."""
         self.display.doing(what)
-        watchdog.progress(slow=True)
+        watchdog.progress()
 
     def _fit(self) -> list[str]:
         """Trains, and returns the lines to print at the end."""
@@ -345,7 +321,7 @@ class Trainer:
         loss = self.display.val_loss = self._weighted(results)
         record: dict[str, Any] = {"step": step, "val_loss": loss}
         record["val_tokens"] = sum(count for _, count in results)
-        if data.eval_batches:
+        if data.sampling == "lecture":
             losses = engine.evaluate("train", 0, self.stop, self._doing)
             record["eval_train_loss"] = self._weighted(losses)
         if len(results) > 1:
@@ -376,7 +352,7 @@ class Trainer:
     def _scores_other_text(self, tokens: int, results: list[tuple[float, int]]) -> bool:
         """Returns True if an evaluation of `tokens` had other text than those before the last."""
         data = self.config.data
-        if data.eval_batches or tokens == data.eval_tokens:
+        if data.sampling == "lecture" or tokens == data.eval_tokens:
             return False
         return tokens > 0 or max(count for _, count in results) > data.eval_tokens
 
@@ -419,5 +395,6 @@ class Trainer:
         return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
 
 
-def _due(step: int, every: int) -> bool:
+def _due(step: int, every: int | Literal["epoch"]) -> bool:
+    assert every != "epoch"  # the engine has resolved it
     return every > 0 and step % every == 0
