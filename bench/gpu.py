@@ -65,10 +65,7 @@ STEP = (
 TESTS = "-m bench.gpu _tests {out} -rfE --tb=short -m 'gpu and not slow' --dist loadgroup -n 8"
 LATER = "fp16 or fp32 or thousand or large"
 MODEL = "tests/train/test_cuda.py tests/data/test_loader.py"
-TRITON = (
-    " --ops.attention triton --ops.norm triton --ops.loss chunked --ops.activation triton"
-    " --ops.rotary triton --track none"
-)
+TRITON = " --ops.attention triton --ops.loss chunked --ops.kernels triton --track none"
 SMALL = (
     " --steps 6 --model.num-layers 1 --model.dim 32 --model.num-heads 2 --model.context 16"
     " --train.batch-tokens 64 --data.eval-tokens 64 --data.final-eval-tokens 64"

@@ -92,7 +92,7 @@ def account(
         recompute: as in `GPT`.
     """
     on_h100 = 2 * H100_BYTES // chunks.GPU_SHARE  # logits are counted there as fp32
-    asked = OpsConfig(attention="triton", norm="triton", loss=loss)  # pyright: ignore
+    asked = OpsConfig(attention="triton", kernels="triton", loss=loss)  # pyright: ignore
     with (
         mock.patch.object(chunks, "CPU_BYTES", on_h100),
         recording(90) as launches,

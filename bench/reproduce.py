@@ -154,8 +154,7 @@ def commands(system: System, options: Reproduce) -> list[list[str]]:
 def settings(config: Config) -> dict[str, Any]:
     """Returns the settings that decide a run's losses: all except those of its samples."""
     found = json.loads(to_json(config))
-    for name in ("sample_prompt", "sample_tokens"):
-        del found["train"][name]
+    del found["train"]["sample_tokens"]
     return found
 
 

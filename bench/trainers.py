@@ -68,7 +68,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        C, bias = config.dim, config.bias
+        C, bias = config.dim, config.bias_at("mlp")
         self.heads, self.dropout = config.num_heads, config.dropout
         self.gelu = GELUS[config.activation]
         self.norm_1, self.norm_2 = nn.LayerNorm(C, bias=bias), nn.LayerNorm(C, bias=bias)
@@ -99,7 +99,7 @@ class GPT2(nn.Module):
         self.tokens = nn.Embedding(config.padded_vocab, config.dim)
         self.positions = nn.Embedding(config.context, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.dim, bias=config.bias)
+        self.norm = nn.LayerNorm(config.dim, bias=config.bias_at("mlp"))
         self.dropout = config.dropout
         for name, weight in self.named_parameters():
             if weight.dim() == 2:

@@ -71,9 +71,9 @@ class SampleConfig:
     """Device to run on: cuda, cpu, or auto to choose. `auto` uses CUDA if it is available."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Precision of the matrix products. `auto` uses bf16 where the hardware multiplies it."""
-    decode: Literal["auto", "torch", "triton"] = "auto"
-    """Implementation of attention over the key/value cache. `auto` uses PyTorch's; triton: our
-    kernels, on CUDA."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """Implementation of normalisation, rotary positions, activation, and attention over the
+    key/value cache. `auto` uses PyTorch's; triton: our kernels, on CUDA."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -110,13 +110,13 @@ def main(argv: list[str]) -> None:
     config = flags.parse(SampleConfig, argv, prog=command("python -m fastgpt.sample"))
     on = device.pick_device(config.device, "--device")
     precision = device.pick_precision(config.precision, on, "--precision")
-    asked = OpsConfig(decode=config.decode)
+    asked = OpsConfig(kernels=config.kernels)
     try:
         require_toolchain(asked, on)
         found = open_model(config.run if (best := best_of(config.run)) is None else best)
         tokenizer, model = found.known_tokenizer(), found.build_gpt(on, asked)
     except UserError as error:
-        raise UserError(str(error).replace("--ops.decode", "--decode")) from error
+        raise UserError(str(error).replace("--ops.kernels", "--kernels")) from error
     options = {name: getattr(config, name) for name in (*OPTIONS, "stop", "exact")}
     options["max_new_tokens"] = config.tokens
     autocast = device.autocast(on, precision)

@@ -113,8 +113,8 @@ TINY = (
     " --steps 8 --log-every 1 --eval-every 4 --data.val-fraction 0.1 --track none"
 )
 ON_CUDA = (
-    " --train.device cuda --train.compile off --ops.attention sdpa --ops.norm torch"
-    " --ops.loss torch --ops.activation torch --ops.rotary torch --ops.dropout torch"
+    " --train.device cuda --train.compile off --ops.attention sdpa --ops.loss torch"
+    " --ops.kernels torch"
 )
 """Flags of a tiny run on a simulated GPU, where it takes no trials and compiles nothing."""
 

@@ -19,7 +19,7 @@ TINY = ModelConfig(num_layers=2, num_heads=4, dim=32, context=16, vocab_size=50)
 OPTIONS = {
     "gpt2": {},
     "rmsnorm": {"norm": "rmsnorm"},
-    "post-norm": {"norm_position": "post"},
+    "post-norm": {"norm": "post-layernorm"},
     "no-bias": {"bias": False},
     "gelu-erf": {"activation": "gelu_erf"},
     "relu": {"activation": "relu"},
@@ -40,7 +40,7 @@ OPTIONS = {
         "num_kv_heads": 2, "qk_norm": True, "tied": False, "softcap": 15.0,
     },
     "original": {
-        "norm_position": "post", "activation": "relu", "position": "sinusoidal", "qk_norm": True,
+        "norm": "post-layernorm", "activation": "relu", "position": "sinusoidal", "qk_norm": True,
     },
 }  # fmt: skip
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -143,7 +143,7 @@ def plain_attention(x, w, name, config):
     if config.position == "rotary":
         q, k = plain_rotary(q, config.rotary_base), plain_rotary(k, config.rotary_base)
     out = torch.zeros_like(q)
-    root = math.sqrt(C if config.score_scale == "width" else D)
+    root = math.sqrt(D if config.architecture == "gpt" else C)
     for h in range(H):
         for t in range(T):
             seen = slice(0 if config.window is None else max(0, t + 1 - config.window), t + 1)
@@ -195,7 +195,7 @@ def plain_block(x, w, block, config):
         return attend(x)
     if config.architecture == "feedforward":
         return plain_linear(attend(x), w, f"{block}.mlp.0").clamp(min=0)
-    if config.norm_position == "post":
+    if config.norm.startswith("post"):
         x = norm(x + attend(x), 1)
         return norm(x + feed_forward(x), 2)
     x = x + attend(norm(x, 1))
@@ -211,7 +211,7 @@ def plain_logits(model: GPT, tokens: Tensor) -> Tensor:
     x = w["wte.weight"][tokens] + plain_position(config, w, tokens.shape[1])
     for i in range(config.num_layers):
         x = plain_block(x, w, f"h.{i}", config)
-    if config.norm_position == "pre":
+    if not config.norm.startswith("post"):
         x = plain_norm(x, w, "ln_f", config)
     logits = plain_linear(x, w, "wte" if config.tied else "lm_head")
     return logits if config.softcap is None else config.softcap * (logits / config.softcap).tanh()

@@ -37,7 +37,7 @@ SHORTER = [
     (r" > run\.yaml", ""),
     (r"\$lr", "0.01"),
     (r"--track [a-z$ ]+\b", "--track tensorboard"),  # others write elsewhere: tests/logs
-    (r" --(steps|gpt-steps|eval-epochs) \S+", ""),
+    (r" --(steps|gpt-steps) \S+", ""),
     (r" --epochs \S+", ""),
     (r" (VENV|PYTHON)=\S+", ""),
     (r"^(torchrun.*)=8", r"\1=2"),

@@ -89,7 +89,7 @@ def nan_gradient(run):
         (4, "train.precision", "bf16", (5, "activation", "h.0.attn.c_attn", "output")),
         (4, "ops.attention", "sdpa", (5, "activation", "h.0.attn.c_proj", "input")),
         (4, "seed", 5, (5, "data", "tokens", "")),
-        (4, "train.label_smoothing", 0.1, (5, "loss", "loss", "")),
+        (4, "train.z_loss", 0.1, (5, "loss", "loss", "")),
     ],
 )
 def test_settings(start, name, value, expected, pair, capsys):

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -121,27 +121,28 @@ def require_toolchain(config: OpsConfig, on: str) -> None:
 
 def choose(
     config: OpsConfig, sizes: Sizes, on: str, warn: Callable[[str], None]
-) -> tuple[OpsConfig, dict[str, Verdict]]:
-    """Replaces each `auto` in `config` that a trial on this GPU decides; also returns the verdicts.
+) -> tuple[dict[str, str], dict[str, Verdict]]:
+    """Returns the implementation of each `auto` op that a trial on this GPU decides, and the
+    verdicts.
 
     There are trials on CUDA only; each reason not to use ours is a warning of one line.
     """
-    asked = [name for name in TRIALS if getattr(config, name) == "auto"]
+    asked = [name for name in TRIALS if getattr(config, name, config.kernels) == "auto"]
     if sizes.model.position != "rotary":
         asked = [name for name in asked if name != "rotary"]
     if not device.kind_of(on).kernels or not asked:
-        return config, {}
+        return {}, {}
     if missing := device.missing_for_triton():
         warn(f"{missing}; PyTorch's ops are used instead of our kernels")
-        return config, {}
+        return {}, {}
     verdicts = remembered_or_tried(asked, sizes, on, warn)
     for name, verdict in verdicts.items():
         if verdict["complaints"]:
             warn(
-                f"--ops.{name}: our kernels did not pass their trial on this device "
+                f"{name}: our kernels did not pass their trial on this device "
                 f"({verdict['complaints'][0]}); using {verdict['chosen']} instead"
             )
-    return replace(config, **{name: it["chosen"] for name, it in verdicts.items()}), verdicts
+    return {name: it["chosen"] for name, it in verdicts.items()}, verdicts
 
 
 def plain_name(op: str) -> str:

@@ -98,11 +98,11 @@ def _attention(sizes: Sizes) -> Tried:
 def _norm(sizes: Sizes) -> Tried:
     model, norms = sizes.model, tables.NORMS
     summed = not sizes.transformers
-    op = f"{'add_' * summed}{'layer_norm' if model.norm == 'layernorm' else 'rms_norm'}"
+    op = f"{'add_' * summed}{'layer_norm' if model.norm_kind == 'layernorm' else 'rms_norm'}"
     problem = {
         "N": model.dim,
         "eps": model.epsilon,
-        "without": () if model.bias else ("bias",),
+        "without": () if model.bias_at("mlp") else ("bias",),
         "x_bias": summed and model.bias_at("projection") and not model.dropout_at("residual"),
     }
     ops = {name: with_x_bias(getattr(norms[name], op)) for name in ("triton", "torch")}
@@ -142,7 +142,7 @@ def _activation(sizes: Sizes) -> Tried:
     def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
         weight = make(width, model.dim) * model.dim**-0.5
         made = {"x": make(s["B"], s["T"], model.dim), "weight": weight}
-        return {**made, "bias": make(width)} if model.bias else made
+        return {**made, "bias": make(width)} if model.bias_at("mlp") else made
 
     def apart(x: Tensor, weight: Tensor) -> list[Tensor]:
         return [F.linear(x, half) for half in weight.chunk(2)]

@@ -59,14 +59,12 @@ def save(
     config_json: str,
     save_tokenizer: Callable[[Path], None] | None,
     keep: int,
-    keep_every: int = 0,
     huggingface_json: str | None = None,
 ) -> Path:
     """Writes the checkpoint `folder/step_N` and removes old ones.
 
     Args:
         keep: number of newest checkpoints that are not removed.
-        keep_every: checkpoints at multiples of this step are not removed either; 0: only `keep`.
         huggingface_json: of a model that was converted, its `Source.hf_sidecars`.
 
     Raises:
@@ -99,7 +97,8 @@ def save(
         _remove(final)
         path.rename(final)
         sync_directory(folder)
-        _remove_old(folder, keep, keep_every)
+        for old in steps_on_disk(folder)[:-keep]:
+            _remove(old)
         return final
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
         shutil.rmtree(path, ignore_errors=True)
@@ -108,12 +107,6 @@ def save(
             said = f"no space left on the disk of {folder}: {what} was not saved"
             raise UserError(said) from error
         raise UserError(f"cannot save {what} in {folder}: {reason(error)}") from error
-
-
-def _remove_old(folder: Path, keep: int, keep_every: int) -> None:
-    for old in steps_on_disk(folder)[:-keep]:
-        if not keep_every or _step(old) % keep_every:
-            _remove(old)
 
 
 def _remove(path: Path) -> None:

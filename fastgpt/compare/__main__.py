@@ -27,7 +27,7 @@ MANIFEST = (
     *("data", "parameters", "started_from"),
 )
 HARMLESS = re.compile(
-    r"settings\.(recipe|run_dir|resume|track|(log|eval|save)_.*|train\.(keep|resume|stall|sample|eval)_.*"
+    r"settings\.(recipe|run_dir|resume|track|(log|eval|save)_.*|train\.(keep|sample)_.*"
     r"|data\.(source|(final_)?eval_.*))|data\.(name|python)|versions\.python|(validation|speed).*"
 )
 """Names of what changes no weight; the text that `data.source` names has a digest."""

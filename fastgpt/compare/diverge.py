@@ -21,12 +21,10 @@ class Side:
     """A run that takes its own steps, whose tensors are seen, and compared with the other's."""
 
     def __init__(self, config: Config, warn: Callable, bound: float, other: "Side | None") -> None:
-        torch.set_float32_matmul_precision("highest")  # of the process: a run may lower it
         eager = replace(config.train, compile="off")  # compiled modules call no hooks
         self.run = run = build(
             resolve(replace(config, train=eager, parallel=ParallelConfig()), warn)
         )
-        self.matmul = torch.get_float32_matmul_precision()
         self.names: dict[Tensor, str] = dict(zip(run.optimizers.parameters, run.names))
         self.step, self.other, self.bound, self.found = run.step, other, bound, None
         self.tensors, self.calls, self.known = {}, Counter(), {}
@@ -40,7 +38,6 @@ class Side:
                 module.register_forward_hook(lambda _, x, y, n=name: self._call(n, "output", y))
 
     def take_step(self) -> None:
-        torch.set_float32_matmul_precision(self.matmul)
         self.step, self.tensors, self.calls = self.step + 1, {}, Counter()
         train(self.run, self.run.step + 1)
 

@@ -23,6 +23,7 @@ from fastgpt.config.checks import (
     flag,
 )
 from fastgpt.config.model import ModelConfig
+from fastgpt.config.old_names import renamed
 from fastgpt.errors import UserError, reason
 from fastgpt.files import parse_json
 
@@ -45,14 +46,13 @@ class DataConfig:
     """Tokenizer: auto, bytes, chars, gpt2, or the path of a tokenizer.json. `auto` uses the one
     saved with the data, else chars for shakespeare and bytes for the rest; gpt2 for documents, if
     the recipe has GPT-2's vocabulary or needs to tell documents apart."""
-    encoding: str = "utf-8"
-    """Encoding of text files: utf-8, utf-16, cp1252 or another name that Python knows."""
     val_fraction: Annotated[float, Range(words="a fraction in (0, 1)", gt=0, lt=1)] = 0.1
     """Fraction of the data held out for validation, between 0 and 1: the end of a text, or this
     share of a data set's documents."""
-    sampling: Literal["epoch", "random-windows"] = "epoch"
+    sampling: Literal["epoch", "random-windows", "lecture"] = "epoch"
     """Sampling of the training data. epoch: each sample once per epoch, shuffled; random-windows:
-    windows drawn at random with replacement."""
+    windows drawn at random with replacement; lecture: the same, and each evaluation draws windows,
+    too, as many of the training as of the validation data."""
     align: Literal["none", "bos", "document", "conversation"] = "none"
     """Alignment of samples to documents. none: windows that begin anywhere; bos: windows that begin
     with a document; document: single documents, cut or padded to the context (padding does not
@@ -65,16 +65,13 @@ class DataConfig:
     """Number of validation tokens in an evaluation, the same ones each time; 0: all of them."""
     final_eval_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Number of validation tokens in the evaluation after the last step; 0: all of them."""
-    eval_batches: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of random batches from each split to evaluate on, new ones each time; 0: use
-    data.eval-tokens instead."""
 
     def __post_init__(self) -> None:
         check_fields(self, "data.")
-        if self.eval_batches and self.align == "document":
+        if self.sampling == "lecture" and (self.align == "document" or not self.eval_tokens):
             raise UserError(
-                f"--data.eval-batches is {self.eval_batches}: random windows ignore documents"
-                " (--data.align document): expected 0"
+                "--data.sampling is lecture, whose evaluations draw --data.eval-tokens at random:"
+                " expected more than 0 of them, and another --data.align than document"
             )
 
 
@@ -89,27 +86,22 @@ class OptimConfig:
     """Peak learning rate of AdamW. With Muon it applies to the weights that AdamW still trains."""
     muon_lr: Annotated[float, POSITIVE] = 0.02
     """Peak learning rate of Muon. For each matrix it is scaled by sqrt(max(1, rows / columns))."""
-    muon_momentum: Annotated[float, FRACTION] = 0.95
-    """Nesterov momentum of Muon."""
     beta1: Annotated[float, FRACTION] = 0.9
-    """Decay of AdamW's running mean of the gradient, between 0 and 1."""
+    """Decay of AdamW's running mean of the gradient, between 0 and 1. Muon's momentum is
+    (1 + beta1) / 2, a mean over twice as many steps."""
     beta2: Annotated[float, FRACTION] = 0.95
     """Decay of AdamW's running mean of the squared gradient, between 0 and 1."""
-    eps: Annotated[float, POSITIVE] = 1e-8
-    """Epsilon of AdamW, added to the denominator."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     """Decoupled weight decay, of matrices and embeddings only."""
     grad_clip: Annotated[float, NOT_NEGATIVE] = 1.0
     """Gradient norm above which the gradient is clipped; 0: no clipping."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Learning rate schedule after the warmup. `wsd` keeps the peak and decays linearly at the
-    end."""
+    """Learning rate schedule after the warmup. `wsd` keeps the peak, and decays linearly over the
+    last fifth of the steps."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Number of steps in which the learning rate rises linearly to its peak."""
     min_lr_ratio: Annotated[float, SHARE] = 0.1
     """Final learning rate, as a fraction of the peak from 0 to 1 (not for `constant`)."""
-    decay_fraction: Annotated[float, POSITIVE, SHARE] = 0.2
-    """Fraction of all steps in which `wsd` decays, above 0 and at most 1."""
 
     def __post_init__(self) -> None:
         check_fields(self, "optim.")
@@ -141,27 +133,13 @@ class TrainConfig:
     """Activations that the backward computes again, to save memory. full: all of a block but its
     input; selective: all but its attention, which is the slowest part of long texts; none: it keeps
     them all. The results do not change."""
-    tf32: bool = False
-    """TF32 in fp32 matrix products on CUDA."""
     compile: Literal["auto", "on", "off", "graphs"] = "auto"
     """Use of torch.compile. auto: on CUDA only; graphs: with CUDA graphs as well, on one GPU."""
-    ddp_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Number format in which ranks exchange gradients. bf16 halves the traffic and rounds each
-    rank's gradients and their sum."""
-    ddp_bucket_mb: Annotated[int, POSITIVE] = 25
-    """Size of the pieces in which ranks exchange gradients, in MiB. The exchange of a piece begins
-    when its gradients are computed, while the backward goes on with the blocks before."""
-    label_smoothing: Annotated[float, FRACTION] = 0.0
-    """Label smoothing: the share of each target's probability that is spread evenly over the
-    vocabulary, between 0 and 1. It applies to the training loss only."""
     z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the z-loss, the mean of log(sum(exp(logits)))^2, which is added to the training
     loss only."""
     keep_checkpoints: Annotated[int, POSITIVE] = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
-    keep_every: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of steps of whose multiples the checkpoints are never removed, if there are any (see
-    --save-every). 0: only the newest and the best are kept."""
     skip_nonfinite: Annotated[int, NOT_NEGATIVE] = 0
     """Number of optimizer steps in a row, skipped because their loss or a gradient is not finite,
     after which the run stops. A skipped step changes no weight. 0: the first one stops it."""
@@ -170,18 +148,8 @@ class TrainConfig:
     gradient norm is a spike: the run then goes back to the weights and optimizer of at most 25
     steps before, and does not use the batches since then again; 0: never. Each step waits for the
     device."""
-    stall_s: Annotated[float, NOT_NEGATIVE] = 1800
-    """Seconds without a micro-step after which a run ends, with the Python stacks of the rank that
-    stalled on stderr; 0: never. Compiling, evaluating, saving and sampling always get half an
-    hour. The default is the time for which PyTorch's ranks wait for each other on CPUs."""
     sample_tokens: Annotated[int, Range(words=f"0 to {MOST_TOKENS:,}", ge=0, le=MOST_TOKENS)] = 200
     """Length of the sample shown with each evaluation, in tokens; 0: no sample."""
-    sample_prompt: str | None = None
-    """Prompt of the samples. By default it is the recipe's own on the recipe's data (`def ` for
-    baby, else a newline), and on other data the first words of the validation text."""
-    report: Literal["on", "off"] = "off"
-    """Page about the run, report.html in its folder, written after its last step (docs/report.md);
-    it needs the extra `report`."""
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")
@@ -203,9 +171,6 @@ class ParallelConfig:
     the model."""
     shards: Annotated[int | None, POSITIVE] = None
     """Number of ranks in a group of hsdp; by default those of a machine."""
-    reshard: bool = True
-    """Freeing of a block's weights between its forward and its backward, so that they are gathered
-    twice: less memory, more traffic (fsdp and hsdp)."""
     cp: Annotated[int, POSITIVE] = 1
     """Number of ranks that share each sequence (context parallelism), for long contexts whose
     activations do not fit on one. The results do not change."""
@@ -213,9 +178,9 @@ class ParallelConfig:
     """Number of ranks that share the work of each layer (tensor parallelism; fsdp and hsdp), for
     layers that are too large or too slow for one. The results do not change."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Number format in which weights are gathered (fsdp and hsdp). bf16 halves the traffic; it
-    rounds the weights of the normalisation layers and the residual stream, too, and needs precision
-    bf16."""
+    """Number format in which ranks exchange gradients (ddp) or weights (fsdp and hsdp). bf16 halves
+    that traffic and rounds what it carries. With fsdp it rounds the weights of the normalisation
+    layers and the residual stream, too, and needs precision bf16."""
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel.")
@@ -236,23 +201,12 @@ class OpsConfig:
     """Implementation of attention. torch: the plain reference; sdpa: PyTorch's fused attention;
     blocked: ours, for CPUs; triton: our kernels, on CUDA; flash_attn: the package flash-attn, on
     CUDA in bf16 or fp16."""
-    norm: Literal["auto", "torch", "triton"] = "auto"
-    """Implementation of LayerNorm and RMSNorm with the residual sum before them. triton: our
-    kernels, on CUDA."""
     loss: Literal["auto", "torch", "chunked"] = "auto"
     """Implementation of the output head and its cross-entropy. chunked: computes the logits of a
     part of the tokens at a time, which saves memory; on CUDA with our kernels."""
-    rotary: Literal["auto", "torch", "triton"] = "auto"
-    """Implementation of rotary positions. triton: our kernel, on CUDA."""
-    activation: Literal["auto", "torch", "triton"] = "auto"
-    """Implementation of the feed-forward layers' bias and activation. triton: our kernels, on
-    CUDA."""
-    decode: Literal["auto", "torch", "triton"] = "auto"
-    """Implementation of attention over the key/value cache in generation. `auto` uses PyTorch's;
-    triton: our kernels, on CUDA."""
-    dropout: Literal["auto", "torch", "packed_rng"] = "auto"
-    """Implementation of dropout. torch: PyTorch's own; packed_rng: faster on CPUs, because each
-    64-bit random number decides on four elements."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """Implementation of the other ops: normalisation with the residual sum before it, rotary
+    positions, activation, and attention over the key/value cache. triton: our kernels, on CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,8 +219,6 @@ class Config:
     """Number of optimizer steps."""
     epochs: Annotated[float | None, POSITIVE] = None
     """Number of passes over the training data; it replaces --steps."""
-    eval_epochs: Annotated[float | None, POSITIVE] = None
-    """Number of passes between two evaluations; it replaces --eval-every."""
     seed: Annotated[int, INT64] = 1337
     """Random seed for weights, data order and dropout."""
     run_dir: Path | None = None
@@ -279,8 +231,9 @@ class Config:
     )
     """Trackers that show the run, one or more: tensorboard (files in its folder), wandb (a server;
     needs the extra wandb), trackio (on this machine; needs the extra trackio); or none."""
-    eval_every: Annotated[int, INT64] = 250
-    """Number of steps between two evaluations; 0: only before the first and after the last step."""
+    eval_every: Annotated[int, INT64] | Literal["epoch"] = 250
+    """Number of steps between two evaluations; 0: only before the first and after the last step;
+    epoch: one for each pass over the training data."""
     save_every: Annotated[int, INT64] = 0
     """Number of steps between two checkpoints, in addition to the one before each evaluation; 0:
     only those."""
@@ -341,12 +294,7 @@ def from_json(text: str) -> Config:
     A wrong value is a `UserError`. A field unknown to this version, or what is no JSON, is another
     error: see `saved_config`.
     """
-    values = parse_json(text)
-    values.pop("take_over", None)  # earlier versions wrote it, and the next one
-    values.get("train", {}).pop("verify_every", None)
-    if values.get("ops", {}).get("dropout") == "lanes":
-        values["ops"]["dropout"] = "packed_rng"
-    return overlay(Config(), values)
+    return overlay(Config(), renamed(parse_json(text)))
 
 
 def saved_config(run: Path) -> Config:

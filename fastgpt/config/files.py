@@ -45,7 +45,7 @@ for kind, pattern in {
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
-INSTEAD = {"steps": "epochs", "eval_every": "eval_epochs"}
+INSTEAD = {"steps": "epochs"}
 """Settings that are given in one of two ways."""
 
 

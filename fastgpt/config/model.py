@@ -1,21 +1,26 @@
 """Settings of the model: its size and architecture; see `fastgpt.config.config`."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
 from fastgpt.config.checks import FRACTION, POSITIVE, SIZE, Range, check_fields
 from fastgpt.errors import UserError
 
+BiasPlace = Literal["qkv", "projection", "mlp", "head"]
+BIAS_PLACES = get_args(BiasPlace)
+DropoutPlace = Literal["embedding", "attention", "residual", "feed_forward"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Model: its size and architecture."""
 
-    architecture: Literal["gpt", "bigram", "heads", "feedforward", "residual"] = "gpt"
-    """Model to build: a GPT, or one of the lecture's simpler models, which have no normalisation
-    layers (see fastgpt/model/build.py)."""
+    architecture: Literal["gpt", "bigram", "heads", "feedforward", "residual", "layernorm"] = "gpt"
+    """Model to build: a GPT, or one of the lecture's steps towards it (see fastgpt/model/build.py).
+    The lecture's steps divide attention scores by the square root of the model's width, a GPT by
+    that of the head's width."""
     num_layers: Annotated[int, Range(words="1 to 256", ge=0, le=256)] = 12
     """Number of transformer blocks."""
     num_heads: Annotated[int, SIZE] = 12
@@ -36,22 +41,16 @@ class ModelConfig:
     """Number of tokens in the vocabulary; by default the tokenizer's."""
     vocab_multiple: Annotated[int, SIZE] = 64
     """Multiple to which the vocabulary is padded, for speed; padding tokens are never predicted."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation layer."""
+    norm: Literal["layernorm", "rmsnorm", "post-layernorm", "post-rmsnorm"] = "layernorm"
+    """Normalisation layer. It comes before each sub-layer, as in GPT-2; with `post-` after each
+    residual sum, as in the transformer of 2017."""
     norm_eps: Annotated[float | None, POSITIVE] = None
     """Epsilon of the normalisation layers and of model.qk-norm, added to the variance; by default
     1e-5 for LayerNorm and 1e-6 for the others."""
-    norm_position: Literal["pre", "post"] = "pre"
-    """Place of the normalisation: before each sub-layer, as in GPT-2, or after each residual sum,
-    as in the transformer of 2017."""
-    bias: bool = True
-    """Biases in the linear layers of the blocks and in LayerNorm."""
-    qkv_bias: bool | None = None
-    """Bias in the query, key and value projections: True or False; by default as model.bias."""
-    projection_bias: bool | None = None
-    """Bias in the output projection of attention: True or False; by default as model.bias."""
-    head_bias: bool = False
-    """Bias in the output head; it needs --model.no-tied."""
+    bias: bool | tuple[BiasPlace, ...] = True
+    """Layers with a bias. True: all but the output head; False: none; or a list of qkv (query, key
+    and value projections), projection (the output projection of attention), mlp (the feed-forward
+    layers, and LayerNorm) and head (the output head, with --model.no-tied)."""
     activation: Literal["gelu_tanh", "gelu_erf", "relu", "relu_squared", "swiglu"] = "gelu_tanh"
     """Activation function of the feed-forward layers; SwiGLU adds a gate."""
     position: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
@@ -62,13 +61,9 @@ class ModelConfig:
     """Llama 3's change of the rotary frequencies for contexts longer than those trained on: factor,
     low and high frequency factor, and the context trained on, for example 8 1 4 8192. By default
     there is none."""
-    score_scale: Literal["head", "width"] = "head"
-    """Divisor of the attention scores: the square root of the head's dimension, or of the model's,
-    as in the lecture's first steps."""
-    qk_norm: bool = False
-    """RMS normalisation of queries and keys in each head."""
-    qk_norm_weight: bool = False
-    """Weights of that normalisation, which all heads of a layer share; it needs model.qk-norm."""
+    qk_norm: bool | Literal["weighted"] = False
+    """RMS normalisation of queries and keys in each head: True, False, or weighted. The weights are
+    shared by all heads of a layer."""
     tied: bool = True
     """Shared weight matrix for the token embedding and the output head."""
     softcap: Annotated[float | None, POSITIVE] = None
@@ -87,16 +82,11 @@ class ModelConfig:
     projections scaled by 1 / sqrt(2 x layers); normal: the same without that scaling; torch:
     PyTorch's default."""
     dropout: Annotated[float, FRACTION] = 0.0
-    """Dropout probability; the default of the four dropout probabilities below."""
-    embedding_dropout: Annotated[float | None, FRACTION] = None
-    """Dropout probability after the sum of token and position embeddings; by default
-    model.dropout."""
-    attention_dropout: Annotated[float | None, FRACTION] = None
-    """Dropout probability of the attention weights; by default model.dropout."""
-    residual_dropout: Annotated[float | None, FRACTION] = None
-    """Dropout probability after attention's output projection; by default model.dropout."""
-    feed_forward_dropout: Annotated[float | None, FRACTION] = None
-    """Dropout probability after the feed-forward layers; by default model.dropout."""
+    """Dropout probability in training."""
+    dropout_places: tuple[DropoutPlace, ...] = get_args(DropoutPlace)
+    """Places with dropout: embedding (the sum of token and position embeddings), attention (its
+    weights), residual (the output of attention) and feed_forward (the output of the feed-forward
+    layers). By default all four."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
@@ -113,10 +103,8 @@ class ModelConfig:
             (self.num_heads % self.kv_heads,
              f"--model.num-heads is {self.num_heads}: expected a multiple of"
              f" --model.num-kv-heads, {self.kv_heads}"),
-            (own_size and self.architecture != "gpt",
+            (own_size and not self.is_gpt,
              "--model.head-size: only --model.architecture gpt has it"),
-            (self.qk_norm_weight and not self.qk_norm,
-             "--model.qk-norm-weight: there is no --model.qk-norm"),
             (rotary and self.head_dim % 2,
              f"{head} is {self.head_dim}: rotary needs an even number"),
             (not rotary and scaling, "--model.rotary-scaling: --model.position is not rotary"),
@@ -125,11 +113,16 @@ class ModelConfig:
              " above 0, a higher one, and a context of 1 or more"),
             (self.position == "sinusoidal" and self.dim % 2,
              f"--model.dim is {self.dim}: sinusoidal needs an even number"),
-            (self.head_bias and self.tied,
-             "--model.head-bias: a head tied to the embedding has no bias: pass --model.no-tied"),
+            (self.bias_at("head") and self.tied,
+             "--model.bias has head: a head tied to the embedding has none: pass --model.no-tied"),
         ):  # fmt: skip
             if wrong:
                 raise UserError(said)
+
+    @property
+    def is_gpt(self) -> bool:
+        """True if blocks and normalisation layers are a GPT's."""
+        return self.architecture in ("gpt", "layernorm")
 
     @property
     def kv_heads(self) -> int:
@@ -142,13 +135,22 @@ class ModelConfig:
     @property
     def epsilon(self) -> float:
         """Epsilon of the normalisation layers."""
-        own = {"layernorm": 1e-5, "rmsnorm": 1e-6}[self.norm]
+        own = 1e-5 if self.norm_kind == "layernorm" else 1e-6
         return own if self.norm_eps is None else self.norm_eps
+
+    @property
+    def norm_kind(self) -> str:
+        """`layernorm` or `rmsnorm`, wherever it is placed."""
+        return self.norm.removeprefix("post-")
+
+    @property
+    def pre_norm(self) -> bool:
+        return self.norm == self.norm_kind
 
     @property
     def attention_scale(self) -> float:
         """Factor of the attention scores."""
-        return (self.head_dim if self.score_scale == "head" else self.dim) ** -0.5
+        return (self.head_dim if self.architecture == "gpt" else self.dim) ** -0.5
 
     @property
     def ffn_width(self) -> int:
@@ -164,11 +166,17 @@ class ModelConfig:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def bias_at(self, place: str) -> bool:
-        """Returns True if the attention projection `place`, `qkv` or `projection`, has a bias."""
-        own = getattr(self, f"{place}_bias")
-        return self.bias if own is None else own
+        """Returns True if `place`, which is `qkv`, `projection`, `mlp` or `head`, has a bias."""
+        return place in self.bias if isinstance(self.bias, tuple) else self.bias and place != "head"
 
     def dropout_at(self, place: str) -> float:
         """Returns the dropout probability of embedding, attention, residual or feed_forward."""
-        own = getattr(self, f"{place}_dropout")
-        return self.dropout if own is None else own
+        return self.dropout if place in self.dropout_places else 0.0
+
+
+def bias_of(*, qkv: bool, projection: bool, mlp: bool, head: bool = False) -> Any:
+    """Returns the setting `bias` of a model, in one form for each set of places."""
+    at = {"qkv": qkv, "projection": projection, "mlp": mlp, "head": head}
+    if qkv == projection == mlp and not head:
+        return mlp
+    return tuple(place for place, has in at.items() if has)

@@ -3,13 +3,14 @@
 import re
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
 
 from fastgpt.config.checks import flag
 from fastgpt.config.config import OpsConfig
-from fastgpt.config.model import ModelConfig
+from fastgpt.config.model import BIAS_PLACES, ModelConfig, bias_of
 from fastgpt.convert.family import NONE_HAS, Family, Fields, Settings, TensorMap, either
 from fastgpt.errors import UserError, reason, shown
 from fastgpt.model.build import build_model
@@ -24,6 +25,13 @@ ACTIVATIONS: dict[str, Any] = {
 # --- GPT-2 ----------------------------------------------------------------------------------------
 
 GELUS = tuple(name for name in ACTIVATIONS if name != "silu")
+BIASES = {"bias": "mlp", "qkv_bias": "qkv", "projection_bias": "projection"}
+"""Field of `fastgpt` in config.json -> our place of a bias."""
+DROPOUTS = {
+    "embd_pdrop": ("embedding",), "attn_pdrop": ("attention",),
+    "resid_pdrop": ("residual", "feed_forward"),
+}  # fmt: skip
+"""Their field -> our places of dropout."""
 
 
 def _gpt2_write(config: ModelConfig) -> Settings:
@@ -31,7 +39,8 @@ def _gpt2_write(config: ModelConfig) -> Settings:
         "n_ctx": config.context,  # read by llama.cpp
         "activation_function": next(x for x in GELUS if ACTIVATIONS[x] == config.activation),
         # biases that are zero there because they do not exist here
-        "fastgpt": {name: getattr(config, name) for name in GPT2.fills},
+        "fastgpt": {name: config.bias_at(place) for name, place in BIASES.items()},
+        **{name: config.dropout_at(places[0]) for name, places in DROPOUTS.items()},
     }
 
 
@@ -40,10 +49,12 @@ def _gpt2_read(fields: Fields) -> Settings:
     fields.require("scale_attn_by_inverse_layer_idx", False)
     fields.require("add_cross_attention", False)
     own = fields.inner("fastgpt")
+    has_bias = own.get("bias", bool, True)
+    biases = {place: own.get(name, bool, has_bias) for name, place in BIASES.items()}
     return {
         "activation": ACTIVATIONS[fields.require("activation_function", *GELUS)],
-        "feed_forward_dropout": fields.get("resid_pdrop", float, 0.1),
-        **{name: own.get(name, bool, default) for name, default in GPT2.fills.items()},
+        "bias": bias_of(**biases),
+        **fields.dropout(DROPOUTS, 0.1),
     }
 
 
@@ -57,6 +68,10 @@ GPT2 = Family(
     model_type="gpt2",
     needs=NONE_HAS | {
         "norm": ("layernorm",), "position": ("learned",), "qk_norm": (False,),
+        "bias": tuple(
+            bias_of(qkv=qkv, projection=projection, mlp=mlp)
+            for qkv, projection, mlp in product((True, False), repeat=3)
+        ),
         "num_kv_heads": (None,), "head_size": (None,),
         "activation": tuple(ACTIVATIONS[name] for name in GELUS),
     },
@@ -67,15 +82,12 @@ GPT2 = Family(
         "n_inner": ("ffn_dim", int, None),
         "n_positions": ("context", int),
         "layer_norm_epsilon": ("norm_eps", float, 1e-5),
-        "embd_pdrop": ("embedding_dropout", float, 0.1),
-        "attn_pdrop": ("attention_dropout", float, 0.1),
-        "resid_pdrop": ("residual_dropout", float, 0.1),
     },
     read=_gpt2_read,
     write=_gpt2_write,
     tensor=_gpt2_tensor,
     prefix="transformer.",
-    fills={"bias": True, "qkv_bias": None, "projection_bias": None},
+    fills={"bias": True},
 )  # fmt: skip
 
 # --- Llama, and Qwen3, which normalises queries and keys ------------------------------------------
@@ -87,18 +99,28 @@ SCALING = (
 
 
 def _llama_write(config: ModelConfig) -> Settings:
-    if config.bias_at("qkv") != config.bias_at("projection"):
-        raise UserError(
-            "LlamaForCausalLM cannot express this model: --model.qkv-bias is"
-            f" {config.bias_at('qkv')}, expected the same as --model.projection-bias,"
-            f" {config.bias_at('projection')}"
-        )
+    return _attention_write(config) | {"mlp_bias": config.bias_at("mlp")}
+
+
+def _attention_write(config: ModelConfig) -> Settings:
     numbers = config.rotary_scaling
     scaling = None if numbers is None else {"rope_type": "llama3"} | dict(zip(SCALING, numbers))
-    return {"hidden_act": "silu", "rope_theta": config.rotary_base, "rope_scaling": scaling}
+    return {
+        "hidden_act": "silu",
+        "rope_theta": config.rotary_base,
+        "rope_scaling": scaling,
+        "attention_bias": config.bias_at("qkv"),
+        "attention_dropout": config.dropout_at("attention"),
+    }
 
 
-def _llama_read(fields: Fields) -> Settings:
+def _llama_bias(attention: bool, mlp: bool) -> Any:
+    return bias_of(qkv=attention, projection=attention, mlp=mlp)
+
+
+def _llama_read(fields: Fields, mlp_bias: bool | None = None) -> Settings:
+    if mlp_bias is None:
+        mlp_bias = fields.get("mlp_bias", bool, False)
     fields.require("hidden_act", "silu")
     fields.require("pretraining_tp", 1)
     # transformers 5 writes one field, earlier ones two
@@ -116,7 +138,8 @@ def _llama_read(fields: Fields) -> Settings:
         "position": "rotary",
         "rotary_base": rope.get("rope_theta", float, base),
         "rotary_scaling": scaled and (*scaled, rope.get(SCALING[3], int)),
-        "projection_bias": fields.get("attention_bias", bool, False),
+        "bias": _llama_bias(fields.get("attention_bias", bool, False), mlp_bias),
+        **fields.dropout({"attention_dropout": ("attention",)}, 0.0),
     }
 
 
@@ -147,7 +170,11 @@ _LLAMA_NEEDS = NONE_HAS | {
 LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
-    needs=_LLAMA_NEEDS | {"qk_norm": (False,)},
+    needs=_LLAMA_NEEDS
+    | {
+        "qk_norm": (False,),
+        "bias": tuple(_llama_bias(x, mlp) for x, mlp in product((True, False), repeat=2)),
+    },
     table={
         "num_hidden_layers": ("num_layers", int),
         "num_attention_heads": ("num_heads", int),
@@ -157,9 +184,6 @@ LLAMA = Family(
         "intermediate_size": ("ffn_dim", int),
         "max_position_embeddings": ("context", int),
         "rms_norm_eps": ("norm_eps", float, 1e-6),
-        "attention_bias": ("qkv_bias", bool, False),
-        "mlp_bias": ("bias", bool, False),
-        "attention_dropout": ("attention_dropout", float, 0.0),
     },
     read=_llama_read,
     write=_llama_write,
@@ -170,8 +194,8 @@ LLAMA = Family(
 
 def _qwen3_write(config: ModelConfig) -> Settings:
     # weights that are 1 there because they do not exist here
-    own = {"qk_norm_weight": config.qk_norm_weight}
-    return _llama_write(config) | {"use_sliding_window": False, "fastgpt": own}
+    own = {"qk_norm_weight": config.qk_norm == "weighted"}
+    return _attention_write(config) | {"use_sliding_window": False, "fastgpt": own}
 
 
 def _qwen3_read(fields: Fields) -> Settings:
@@ -180,23 +204,23 @@ def _qwen3_read(fields: Fields) -> Settings:
         if kind != "full_attention":
             raise UserError(f"config.json: layer_types has {kind}: expected full_attention alone")
     weighted = fields.inner("fastgpt").get("qk_norm_weight", bool, True)
-    return _llama_read(fields) | {
-        "qk_norm": True,
-        "qk_norm_weight": weighted,
-        "bias": fields.require("mlp_bias", False),  # earlier exports have it
-    }
+    mlp_bias = fields.require("mlp_bias", False)  # earlier exports have it
+    return _llama_read(fields, mlp_bias) | {"qk_norm": "weighted" if weighted else True}
 
 
 QWEN3 = replace(
     LLAMA,
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    needs=_LLAMA_NEEDS | {"qk_norm": (True,), "bias": (False,)},
-    table={name: how for name, how in LLAMA.table.items() if name != "mlp_bias"}
-    | {"head_dim": ("head_size", int, 128)},  # transformers' default
+    needs=_LLAMA_NEEDS
+    | {
+        "qk_norm": (True, "weighted"),
+        "bias": tuple(_llama_bias(x, False) for x in (True, False)),
+    },
+    table=LLAMA.table | {"head_dim": ("head_size", int, 128)},  # transformers' default
     read=_qwen3_read,
     write=_qwen3_write,
-    fills={"qk_norm_weight": True},
+    fills={"qk_norm": "weighted"},
 )
 
 # --- choice ---------------------------------------------------------------------------------------
@@ -211,6 +235,7 @@ def family_for(config: ModelConfig) -> Family:
         UserError: it cannot express the model; the message names all settings that are the cause.
     """
     family = GPT2 if config.position != "rotary" else QWEN3 if config.qk_norm else LLAMA
+    config = replace(config, bias=bias_of(**{x: config.bias_at(x) for x in BIAS_PLACES}))
     if config.kv_heads == config.num_heads:
         config = replace(config, num_kv_heads=None)
     if config.head_dim * config.num_heads == config.dim:
@@ -238,10 +263,6 @@ def settings_for(config: ModelConfig) -> Settings:
         head_size=config.head_dim,
         ffn_dim=config.ffn_width,
         norm_eps=config.epsilon,
-        qkv_bias=config.bias_at("qkv"),
-        embedding_dropout=config.dropout_at("embedding"),
-        attention_dropout=config.dropout_at("attention"),
-        residual_dropout=config.dropout_at("residual"),
     )
     found = {theirs: getattr(plain, ours) for theirs, (ours, *_) in family.table.items()}
     return found | family.write(config) | {

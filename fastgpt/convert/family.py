@@ -96,6 +96,21 @@ class Fields:
             )
         return value
 
+    def dropout(self, places: dict[str, tuple[str, ...]], default: float) -> Settings:
+        """Returns our dropout from fields with its probability at some of our places.
+
+        With several probabilities there is no dropout, and the fields count as unknown.
+        """
+        found = {name: self.get(name, float, default) for name in places}
+        rates = {name: rate for name, rate in found.items() if rate}
+        if not rates:
+            return {}
+        if len({*rates.values()}) > 1:
+            self._read -= found.keys()
+            return {}
+        at = tuple(place for name in rates for place in places[name])
+        return {"dropout": max(rates.values()), "dropout_places": at}
+
     def unknown(self) -> list[str]:
         return sorted(self._settings.keys() - self._read)
 
@@ -135,8 +150,7 @@ class Family:
 
 # What no other program has; a soft cap or a mask of documents would be lost unseen.
 NONE_HAS: Needs = {
-    "architecture": ("gpt",), "norm_position": ("pre",), "head_bias": (False,),
-    "score_scale": ("head",), "softcap": (None,), "window": (None,), "document_mask": (False,),
+    "architecture": ("gpt",), "softcap": (None,), "window": (None,), "document_mask": (False,),
 }  # fmt: skip
 
 

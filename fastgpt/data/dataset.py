@@ -83,7 +83,8 @@ class DataSet:
             size = len(getattr(corpus, split))
             if align != "none":
                 documents = corpus.document_starts(split)
-        how = {"sampling": self.config.sampling, "align": align, "documents": documents}
+        sampling = "epoch" if self.config.sampling == "epoch" else "random-windows"
+        how = {"sampling": sampling, "align": align, "documents": documents}
         return SampleOrder(size, context=context, seed=seed, **how)
 
 
@@ -95,11 +96,11 @@ def open_own(data: Data, context: int, config: DataConfig) -> DataSet:
     """Opens a caller's own data sets, and reads all items of both splits once.
 
     Raises:
-        UserError: an item is not one of `context` tokens and targets, or random batches are asked
-            for.
+        UserError: an item is not one of `context` tokens and targets, or random evaluations are
+            asked for.
     """
-    if config.eval_batches:
-        raise UserError("--data.eval-batches: own data sets are evaluated whole, expected 0")
+    if config.sampling == "lecture":
+        raise UserError("--data.sampling is lecture: own data sets are evaluated whole")
     tokenizer = data.tokenizer or IdTokenizer(data.vocab_size or 0)
     size = max(data.vocab_size or 0, tokenizer.vocab_size)
     train = Items(data.train, context, size, f"{data.name} (train)")
@@ -121,7 +122,7 @@ def open_data(
             different tokenizers.
     """
     parts = _parts(source)
-    options = {name: getattr(config, name) for name in ("tokenizer", "val_fraction", "encoding")}
+    options = {name: getattr(config, name) for name in ("tokenizer", "val_fraction")}
     corpora = [open_corpus(x, documents=documents, report=report, **options) for x, _ in parts]
     for corpus in corpora[1:]:
         if not same_tokenizer(corpora[0].tokenizer, corpus.tokenizer):

@@ -93,8 +93,8 @@ def validation_batches(
     tokens, context = getattr(corpus, split), config.model.context
     shared = {"context": context, "micro_batch": micro_batch}
     shared |= {"rank": world.dp_rank, "world_size": world.dp_size}
-    if config.data.eval_batches:
-        samples = config.data.eval_batches * config.global_batch
+    if config.data.sampling == "lecture":
+        samples = config.data.eval_tokens // context
         seed = (config.seed & 0xFFFFFFFF, step, split == "train")
         return random_batches(tokens, samples=samples, seed=seed, **shared)
     documents = None

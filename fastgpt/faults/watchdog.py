@@ -8,32 +8,33 @@ import faulthandler
 import sys
 import time
 
-SLOW_S = 1800.0
-"""Least number of seconds allowed to what has no steps: compiling, a checkpoint, a sample."""
+STALL_S = 1800.0
+"""Seconds without progress after which a process ends: as long as PyTorch's ranks wait for each
+other on CPUs. Compiling, a checkpoint and a sample are allowed as long as a step."""
 AGAIN_S = 1.0
 """Seconds after which progress sets a new timer: that takes 50 us, a good part of a small step."""
-_seconds = _next = 0.0
+_next, _watching = 0.0, False
 
 
-def start(seconds: float) -> None:
-    """Ends this process once there is no `progress` for so many seconds; 0: never."""
-    global _seconds
-    _seconds = seconds
-    progress(slow=True)
+def start() -> None:
+    """Ends this process once there is no `progress` for `STALL_S`."""
+    global _watching
+    _watching = True
+    progress()
 
 
-def progress(slow: bool = False) -> None:
-    """Says that this rank goes on; what is slow is allowed `SLOW_S` at least."""
+def progress() -> None:
+    """Says that this rank goes on."""
     global _next
     now = time.monotonic()
-    if _seconds and (slow or now >= _next):
-        _next = now if slow else now + AGAIN_S
-        allowed = max(_seconds, SLOW_S if slow else 0) + AGAIN_S
-        faulthandler.dump_traceback_later(allowed, exit=True, file=sys.__stderr__ or sys.stderr)
+    if _watching and now >= _next:
+        _next = now + AGAIN_S
+        file = sys.__stderr__ or sys.stderr
+        faulthandler.dump_traceback_later(STALL_S + AGAIN_S, exit=True, file=file)
 
 
 def close() -> None:
     """Ends the watch."""
-    global _seconds
-    _seconds = 0.0
+    global _watching
+    _watching = False
     faulthandler.cancel_dump_traceback_later()

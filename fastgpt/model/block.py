@@ -107,7 +107,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops, *, skip_bias_add: bool = False) -> None:
         super().__init__()
         self.ops, self.activation = ops, config.activation
-        C, F, bias = config.dim, config.ffn_width, config.bias
+        C, F, bias = config.dim, config.ffn_width, config.bias_at("mlp")
         width = 2 * F if config.activation == "swiglu" else F
         self.c_fc = Projection(C, width, bias=bias, skip_bias_add=ops.activation is not None)
         self.c_proj = Projection(F, C, bias=bias, skip_bias_add=skip_bias_add)
@@ -142,7 +142,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.recompute = recompute
-        self.pre_norm = config.norm_position == "pre"
+        self.pre_norm = config.pre_norm
         self.ln_1 = Norm(config, ops)
         # a norm adds the bias of the projection before it, unless dropout comes in between
         self.attn = Attention(

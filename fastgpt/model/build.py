@@ -5,7 +5,7 @@ B   HeadsBlock         token and position embeddings, one attention head, a line
 C   HeadsBlock         several heads side by side
 D   FeedForwardBlock   a feed-forward layer after the heads
 E   ResidualBlock      both with residual connections, so that blocks can be stacked
-F   block.Block        LayerNorm before each of them and at the end: from here on it is a GPT
+F   block.Block        LayerNorm before each of them and at the end: `layernorm`, and then `gpt`
 
 The recipes `lecture-bigram`, `-head`, `-multihead`, `-feedforward`, `-residual`, `-layernorm` and
 `-gpt` train them; docs/reproduction.md has the loss of each.
@@ -30,7 +30,7 @@ class Bigram(GPT):
     def __init__(self, config: ModelConfig, ops: Ops, **options: Any) -> None:
         width = {"dim": config.vocab_size, "vocab_multiple": 1}  # lookups gain nothing from padding
         bare = replace(config, num_layers=0, num_heads=1, num_kv_heads=None, **width)
-        bare = replace(bare, position="none", tied=True, head_bias=False)
+        bare = replace(bare, position="none", tied=True, bias=False)
         super().__init__(bare, ops, **options)
 
     def last_norm(self, config: ModelConfig, ops: Ops) -> None:
@@ -39,8 +39,7 @@ class Bigram(GPT):
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
         if targets is None:
             return x
-        extra = (self.label_smoothing, self.z_loss) if self.training else ()
-        return cross_entropy(x, targets, *extra)
+        return cross_entropy(x, targets, self.z_loss if self.training else 0.0)
 
 
 class HeadsBlock(nn.Module):
@@ -90,12 +89,10 @@ class Unnormalised(GPT):
         return None
 
 
-NORMS = "norm norm_position norm_eps"
-FEED_FORWARD = "bias activation ffn_dim projection_bias feed_forward_dropout"
-ATTENTION = (
-    "num_kv_heads qk_norm qk_norm_weight rotary_scaling window document_mask attention_dropout"
-)
-REST = "position softcap dropout embedding_dropout residual_dropout"
+NORMS = "norm norm_eps"
+FEED_FORWARD = "activation ffn_dim"
+ATTENTION = "num_kv_heads qk_norm rotary_scaling window document_mask"
+REST = "position softcap dropout"
 LACKS = {
     "bigram": f"{NORMS} {FEED_FORWARD} {ATTENTION} {REST}",
     "heads": f"{NORMS} {FEED_FORWARD}",
@@ -117,12 +114,12 @@ def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
     >>> fastgpt.build_model(config, ops).num_params()
     2500
     """
-    if config.architecture == "gpt":
+    if config.is_gpt:
         return GPT(config, ops, **options)
     plain, without = ModelConfig(activation="relu"), f"model.architecture {config.architecture}"
     for name in LACKS[config.architecture].split():
         given, expected = getattr(config, name), getattr(plain, name)
-        if given != expected and not (name.endswith("dropout") and given == 0):
+        if given != expected:
             given = f"model.{name} is {given}"
             raise UserError(f"{given}: it has no effect in {without}, expected {expected}")
     if (recompute := options.get("recompute", "none")) != "none":

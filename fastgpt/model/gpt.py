@@ -40,8 +40,8 @@ class GPT(nn.Module):
     Args:
         config: `vocab_size` must be set.
         ops: from `fastgpt.ops.select`.
-        label_smoothing: used in training only; in evaluation the loss is the plain cross-entropy.
-        z_loss: weight of the z-loss, used in training only.
+        z_loss: weight of the z-loss, used in training only; in evaluation the loss is the plain
+            cross-entropy.
         residual_dtype: dtype of the residual stream, under an autocast to that dtype; None: that of
             the embeddings, fp32.
         recompute: see `Block`.
@@ -62,7 +62,6 @@ class GPT(nn.Module):
         config: ModelConfig,
         ops: Ops,
         *,
-        label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         residual_dtype: torch.dtype | None = None,
         recompute: Recompute = "none",
@@ -73,8 +72,7 @@ class GPT(nn.Module):
             raise UserError("vocab_size is missing: expected the number of tokens")
         assert config.eot_id is not None or not config.document_mask
         self.config, self.ops = config, ops
-        self.label_smoothing, self.z_loss = label_smoothing, z_loss
-        self.residual_dtype, self.cp_shard = residual_dtype, cp_shard
+        self.z_loss, self.residual_dtype, self.cp_shard = z_loss, residual_dtype, cp_shard
         self.recompute: Recompute = recompute
         self.wte = Embedding(config.padded_vocab, config.dim)
         self.wpe = POSITIONS[config.position](config) if config.position in POSITIONS else None
@@ -84,7 +82,7 @@ class GPT(nn.Module):
         self.ln_f = self.last_norm(config, ops)
         self.lm_head = None
         if not config.tied:
-            self.lm_head = nn.Linear(config.dim, config.padded_vocab, bias=config.head_bias)
+            self.lm_head = nn.Linear(config.dim, config.padded_vocab, bias=config.bias_at("head"))
         self._init_weights()
         self.register_state_dict_post_hook(_cut_padding)
         self.register_load_state_dict_pre_hook(restore_padding)
@@ -126,7 +124,7 @@ class GPT(nn.Module):
         if unknown := settings.keys() - {field.name for field in fields(ModelConfig)}:
             raise UserError(f"ModelConfig has no field {', '.join(sorted(unknown))}")
         config = replace(config or ModelConfig(), **settings)
-        if config.architecture != "gpt":
+        if not config.is_gpt:
             raise UserError(f"{config.architecture} is no GPT: expected fastgpt.build_model")
         return cls(config, select(OpsConfig(), device)).to(device)
 
@@ -136,7 +134,7 @@ class GPT(nn.Module):
 
     def last_norm(self, config: ModelConfig, ops: Ops) -> nn.Module | None:
         """Builds the normalisation before the head; None with post-norm."""
-        return Norm(config, ops) if config.norm_position == "pre" else None
+        return Norm(config, ops) if config.pre_norm else None
 
     def _init_weights(self) -> None:
         init, depth = self.config.init, 2 * self.config.num_layers
@@ -219,7 +217,7 @@ class GPT(nn.Module):
         if targets is None:
             return head_logits(x, weight, **options)
         if self.training:
-            options |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+            options["z_loss"] = self.z_loss
         return self.ops.loss(x, weight, targets, **options)
 
     def num_params(self) -> int:

@@ -66,10 +66,10 @@ class Norm(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        self.ops, self.eps, self.kind = ops, config.epsilon, config.norm
+        self.ops, self.eps, self.kind = ops, config.epsilon, config.norm_kind
         self.weight = nn.Parameter(torch.ones(config.dim))
-        if config.norm == "layernorm":
-            self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias else None
+        if self.kind == "layernorm":
+            self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias_at("mlp") else None
 
     def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
         norms, weight = self.ops.norms, local(self.weight)
@@ -92,7 +92,7 @@ class HeadNorm(nn.RMSNorm):
 
     def __init__(self, config: ModelConfig) -> None:
         eps = 1e-6 if config.norm_eps is None else config.norm_eps
-        super().__init__(config.head_dim, eps, config.qk_norm_weight)
+        super().__init__(config.head_dim, eps, config.qk_norm == "weighted")
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else local(self.weight, partial=True)

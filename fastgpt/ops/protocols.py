@@ -69,10 +69,10 @@ class Ops:
     loss: Op
     """Mean loss in nats, () fp32, of the output head over the targets that are not -100.
 
-    op(x, weight, targets, *, bias=None, label_smoothing=0.0, z_loss=0.0, softcap=None,
-    valid_vocab=None). The logits of x (..., C) are x @ weight.T + bias, without the columns from
-    `valid_vocab` on, which are padding, and squashed to (-softcap, softcap). A token's loss is
-        lse - (1 - label_smoothing) logits[target] - label_smoothing mean(logits) + z_loss lse**2
+    op(x, weight, targets, *, bias=None, z_loss=0.0, softcap=None, valid_vocab=None). The logits of
+    x (..., C) are x @ weight.T + bias, without the columns from `valid_vocab` on, which are
+    padding, and squashed to (-softcap, softcap). A token's loss is
+        lse - logits[target] + z_loss lse**2
     where lse = log sum exp(logits), in fp32. It is NaN where every target is -100."""
     dropout: Op
     """Zeroes each element of x with probability p, and scales the others by 1 / (1 - p):

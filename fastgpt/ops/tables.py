@@ -9,6 +9,7 @@ manifest.
 """
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
@@ -53,14 +54,22 @@ LOSS: dict[str, Op] = {
     "chunked": kernels.linear_cross_entropy,
 }
 DROPOUT: dict[str, Op] = {"torch": F.dropout, "packed_rng": kernels.dropout}
+BY_KERNELS = ("norm", "rotary", "activation", "decode")
+"""Ops that `OpsConfig.kernels` decides."""
+OPS = ("attention", "norm", "loss", "rotary", "activation", "decode", "dropout")
 
 
-def select(config: OpsConfig, device: torch.device | str) -> Ops:
+def select(
+    config: OpsConfig, device: torch.device | str, chosen: Mapping[str, str] | None = None
+) -> Ops:
     """Resolves `auto`, and checks that the implementations asked for run on `device`.
 
     On a CPU `blocked` attention and `packed_rng` dropout are faster (`docs/design.md`), with and
-    without torch.compile. `auto` never resolves to our Triton kernels here: the user, or
+    without torch.compile. `auto` never resolves to our Triton kernels by itself: the user, or
     `fastgpt.autotune.choose` for a run on CUDA, asks for them.
+
+    Args:
+        chosen: implementations by the names of ops, in place of the settings.
     """
     device = torch.device(device)
     on_cpu = device.type == "cpu"
@@ -69,10 +78,8 @@ def select(config: OpsConfig, device: torch.device | str) -> Ops:
         "loss": "chunked" if on_cpu and not runs_kernels(device) else "torch",
         "dropout": "packed_rng" if on_cpu else "torch",
     }
-    names: dict[str, str] = asdict(config)
-    for op, name in names.items():
-        if name == "auto":
-            names[op] = automatic.get(op, "torch")
+    asked: dict[str, str] = asdict(config)
+    for op, name in asked.items():
         where, there = ("CUDA", runs_kernels(device)) if name == "triton" else ("CPUs", on_cpu)
         if name in ("blocked", "packed_rng", "triton") and not there:
             here = kind_of(device).name if name == "triton" and not on_cpu else device.type
@@ -84,6 +91,9 @@ def select(config: OpsConfig, device: torch.device | str) -> Ops:
                 "--ops.attention is flash_attn: it runs on CUDA, with the package flash-attn, "
                 + ("not on cpu" if on_cpu else "which is not installed")
             )
+    others = dict.fromkeys(BY_KERNELS, asked.pop("kernels"))
+    names = {op: name for op, name in (asked | others).items() if name != "auto"}
+    names = dict.fromkeys(OPS, "torch") | automatic | names | dict(chosen or {})
     return Ops(
         attention=ATTENTION[names["attention"]],
         attention_packed=PACKED_ATTENTION.get(names["attention"]),

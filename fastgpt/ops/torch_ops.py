@@ -115,12 +115,10 @@ def head_logits(
     return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
 
-def cross_entropy(
-    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
-) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
     """Computes the loss that `Ops.loss` describes from logits (..., V)."""
     logits, targets = logits.float().flatten(0, -2), targets.flatten()
-    loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+    loss = F.cross_entropy(logits, targets)
     if z_loss:
         scored = targets != -100
         loss = loss + z_loss * (scored * logits.logsumexp(-1).square()).sum() / scored.sum()
@@ -128,13 +126,7 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    **head: Any,
+    x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, **head: Any
 ) -> Tensor:
     """`Ops.loss` that computes the logits of all tokens at once, by `head_logits(**head)`."""
-    return cross_entropy(head_logits(x, weight, **head), targets, label_smoothing, z_loss)
+    return cross_entropy(head_logits(x, weight, **head), targets, z_loss)

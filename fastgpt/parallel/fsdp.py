@@ -37,16 +37,11 @@ def shard(
     config: ParallelConfig,
     mesh: DeviceMesh,
     world: World,
-    *,
-    gradients: str,
 ) -> None:
     """Shards a model in place by FSDP2, in a group for each block; a collective operation.
 
     The model is on the device `meta`, so that no rank holds all of it. It goes to that of the mesh,
-    with the weights that `build` makes on the main rank.
-
-    Args:
-        gradients: number format in which gradients are summed, fp32 or bf16.
+    with the weights that `build` makes on the main rank. Gradients are summed in fp32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -54,7 +49,7 @@ def shard(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.dtype] if config.dtype != "fp32" else None,
-        reduce_dtype=DTYPES[gradients],
+        reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
     if config.tp > 1:
@@ -63,7 +58,7 @@ def shard(
         parallelize(model, mesh["tensor"])
         mesh = mesh[(mesh.mesh_dim_names or ())[:-1]]
     for block in model.h:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     weights: dict[str, Tensor] = {}
 

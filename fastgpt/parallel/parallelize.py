@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fastgpt.config.config import Config, ParallelConfig, TrainConfig
+from fastgpt.config.config import Config, ParallelConfig
 from fastgpt.device.device import compile_options
 from fastgpt.errors import UserError
 from fastgpt.model.build import build_model
@@ -87,13 +87,13 @@ def check_combination(config: Config, precision: str) -> None:
         (sharded and precision == "fp16", "kind", "--train.precision bf16 or fp32"),
         (sharded and parallel.dtype == "bf16" and precision != "bf16", "dtype",
          f"--train.precision bf16, which is {precision} here"),
-        (cp > 1 and model.architecture != "gpt", "cp",
+        (cp > 1 and not model.is_gpt, "cp",
          f"--model.architecture gpt, not {model.architecture}"),
         (model.context % (2 * cp) and cp > 1, "cp",
          f"--model.context to be a multiple of {2 * cp}, not {model.context}"),
-        (tp > 1 and model.architecture != "gpt", "tp",
+        (tp > 1 and not model.is_gpt, "tp",
          f"--model.architecture gpt, not {model.architecture}"),
-        (tp > 1 and dropout, "tp", f"--model.attention-dropout 0, not {dropout}: the ranks' heads"
+        (tp > 1 and dropout, "tp", "--model.dropout-places without attention: the ranks' heads"
          " would have the same masks"),
         (tp > 1 and config.ops.loss == "chunked", "tp", "--ops.loss auto or torch, not chunked"),
         *((size % tp, "tp", f"{name} to be a multiple of it, not {size}") for name, size in (
@@ -125,7 +125,6 @@ def build_parallel_model(
         ops = replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})
     mesh = build_mesh(parallel, world, device) if sharded or world.non_dp_size > 1 else None
     options: dict[str, Any] = {
-        "label_smoothing": config.train.label_smoothing,
         "z_loss": config.train.z_loss,
         "recompute": config.train.recompute,
         "residual_dtype": residual_dtype,
@@ -146,7 +145,7 @@ def build_parallel_model(
         model = whole()
     if compiled:  # as a whole it has FSDP's hooks, which are not compiled
         compile_blocks(model, device)
-    shard(model, whole, parallel, mesh, world, gradients=config.train.ddp_dtype)
+    shard(model, whole, parallel, mesh, world)
     return model
 
 
@@ -156,7 +155,7 @@ def compile_blocks(model: GPT, device: str) -> None:
         block.compile(fullgraph=True, dynamic=False, options=compile_options(device, "on"))
 
 
-def replicate(module: nn.Module, config: TrainConfig) -> DistributedDataParallel:
+def replicate(module: nn.Module, config: ParallelConfig) -> DistributedDataParallel:
     """Wraps `module`, so that its backward averages the gradients of all ranks."""
     known = inspect.signature(DistributedDataParallel).parameters
     # newer versions of PyTorch renamed the option to not sync buffers
@@ -164,8 +163,8 @@ def replicate(module: nn.Module, config: TrainConfig) -> DistributedDataParallel
     options: dict[str, Any] = {"gradient_as_bucket_view": True, syncs: False}
     if "batched_grad_copy" in known:  # two kernels for a bucket instead of one for each gradient
         options["batched_grad_copy"] = True
-    replica = DistributedDataParallel(module, bucket_cap_mb=config.ddp_bucket_mb, **options)
-    if config.ddp_dtype == "bf16":
+    replica = DistributedDataParallel(module, **options)
+    if config.dtype == "bf16":
         # by its own name DDP refuses the hook on CPUs
         in_bf16 = lambda group, bucket: bf16_compress_hook(group, bucket)  # noqa: E731
         replica.register_comm_hook(dist.group.WORLD, in_bf16)

@@ -82,7 +82,6 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
     valid_vocab: int | None = None,
@@ -105,10 +104,6 @@ def linear_cross_entropy(
     columns = targets - first
     outside = (columns < 0) | (columns >= logits.shape[1])
     chosen = logits.gather(1, columns.masked_fill(outside, 0)[:, None])[:, 0]
-    losses = lse - (1 - label_smoothing) * reduce_from_tp(chosen.masked_fill(outside, 0), mesh)
-    if label_smoothing:
-        total = reduce_from_tp(logits.masked_fill(padding, 0).sum(-1), mesh)
-        losses = losses - label_smoothing / V * total
-    losses = losses + z_loss * lse.square()
+    losses = lse - reduce_from_tp(chosen.masked_fill(outside, 0), mesh) + z_loss * lse.square()
     scored = targets != IGNORED
     return losses.masked_fill(~scored, 0).sum() / scored.sum()

@@ -41,8 +41,6 @@ def build(plan: Plan, warn: Warn = print, probe: bool = True) -> "Run":
     config, world, on = plan.config, plan.world, plan.device
     if on == "cpu":
         cpu.prepare(compiled=plan.compiled)
-    if config.train.tf32:
-        torch.set_float32_matmul_precision("high")
     model = parallelize.build_parallel_model(
         config, plan.ops, world, on,
         residual_dtype=plan.residual_dtype, compiled=plan.compiled,
@@ -131,7 +129,8 @@ class Run:
         """Computes the mean loss in nats for each corpus, and the number of targets scored.
 
         Args:
-            split: `val`; or `train` if `data.eval_batches` is set, which replaces `max_tokens`.
+            split: `val`; or `train` if `data.sampling` is `lecture`, which draws the tokens of both
+                at random.
             max_tokens: approximate number of targets to score in fixed windows; 0: all.
             stop: checked before each batch; if it was received, `Stopped` is raised.
             report: called before each batch with the progress.
@@ -219,7 +218,7 @@ def _compiled(
     if plan.compiled:
         torch._dynamo.config.optimize_ddp = False  # DDP would cut blocks at its buckets
         parallelize.compile_blocks(model, plan.device)
-    return model, parallelize.replicate(model, plan.config.train)
+    return model, parallelize.replicate(model, plan.config.parallel)
 
 
 def probe_micro_batch(

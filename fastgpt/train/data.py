@@ -107,7 +107,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 def check_splits(config: Config, data: DataSet, orders: list[SampleOrder], warn: Warn) -> None:
     """Warns of corpora of which an epoch uses little; raises `UserError` for one too short."""
-    least = config.model.context + 1 if config.data.eval_batches else 2
+    least = config.model.context + 1 if config.data.sampling == "lecture" else 2
     for corpus, order in zip(data.corpora, orders):
         held, covered = len(corpus.val), order.coverage()
         if held < least:
@@ -124,9 +124,7 @@ def check_splits(config: Config, data: DataSet, orders: list[SampleOrder], warn:
 
 
 def sample_prompt(config: Config, corpus: Corpus | ItemCorpus) -> str:
-    """Returns the prompt of the samples: as asked for, the recipe's own, or words of the corpus."""
-    if config.train.sample_prompt is not None:
-        return config.train.sample_prompt
+    """Returns the prompt of the samples: the recipe's own on its data, else words of the corpus."""
     if config.data.source == RECIPES[config.recipe][1].data.source:
         return "def " if config.recipe == "baby" else "\n"
     return corpus.first_words()

@@ -21,7 +21,7 @@ from fastgpt.sampling.chat import Template, template_of
 
 Warn = Callable[[str], None]
 """Function that is called with each warning, one line long."""
-OWN = (*(name for name in ModelConfig.__slots__ if name.endswith("dropout")), "vocab_multiple")
+OWN = ("dropout", "dropout_places", "vocab_multiple")
 """Settings of the model that come from the recipe and flags."""
 FREE = (*OWN, "context", "document_mask", "eot_id", "init")
 """Settings that flags may change, since they decide no weight, or which of them are used."""

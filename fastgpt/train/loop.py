@@ -40,7 +40,7 @@ def train(
         loss = torch.zeros((), device=plan.device)
         for micro_step in range(loader.accumulation):
             last = micro_step == loader.accumulation - 1
-            watchdog.progress(slow=run.step == plan.resumed.step)  # the first step may compile
+            watchdog.progress()
             # A step's first forward may have a collective of DDP's own: no rank stops before that.
             if stop is not None and (last or micro_step or world.size == 1):
                 stop.check(world, all_reduce=last or plan.has_forward_collectives)

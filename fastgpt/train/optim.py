@@ -51,11 +51,11 @@ class Optimizers:
                 {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
                 {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
             ],
-            lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,
+            lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, fused=True,
         )  # fmt: skip
         self.all: list[torch.optim.Optimizer] = [adamw]
         if matrices:
-            settings = {"lr": config.muon_lr, "momentum": config.muon_momentum}
+            settings = {"lr": config.muon_lr, "momentum": (1 + config.beta1) / 2}
             muon = Muon(matrices, world, **settings, weight_decay=config.weight_decay)
             if matrices[0].is_cpu and precision == "fp32":
                 muon.products = torch.float32
@@ -163,14 +163,14 @@ def lr_ratio(step: int, steps: int, config: OptimConfig) -> float:
 
     A linear warmup, then: `cosine` and `linear` fall to `min_lr_ratio` over the rest; `wsd`
     (warmup, stable, decay; Hu et al. 2024, arXiv:2404.06395) holds the peak and falls linearly over
-    the last `decay_fraction` of all steps.
+    the last fifth of all steps.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     low = config.min_lr_ratio
     start = config.warmup_steps
     if config.schedule == "wsd":
-        start = max(start, steps - round(config.decay_fraction * steps))
+        start = max(start, steps - round(0.2 * steps))
     left = 1.0 - min(1.0, max(0, step - start) / max(1, steps - start))
     if config.schedule == "cosine":
         return low + (1.0 - low) * 0.5 * (1.0 - math.cos(math.pi * left))

@@ -16,7 +16,7 @@ from fastgpt import flags
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import Sizes
 from fastgpt.config.config import CONVERTED, Config, saved_config
-from fastgpt.config.files import INSTEAD, read_settings, with_settings
+from fastgpt.config.files import read_settings, with_settings
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.source import OpenedModel, read, read_header
 from fastgpt.data.dataset import DataSet
@@ -78,12 +78,10 @@ def configure(argv: Sequence[str]) -> Config:
         Config, defaults.flags, prog=f"{command('python train.py')} [RECIPE]",
         default=defaults.config, first="one recipe",
     )  # fmt: skip
-    for steps, epochs in INSTEAD.items():
-        pair = [f"--{name.replace('_', '-')}" for name in (steps, epochs)]
-        if {*pair} <= {*names}:
-            raise UserError(f"{pair[0]} and {pair[1]} are both given: expected one of them")
-        if pair[0] in names:
-            config = replace(config, **{epochs: None})
+    if {"--steps", "--epochs"} <= {*names}:
+        raise UserError("--steps and --epochs are both given: expected one of them")
+    if "--steps" in names:
+        config = replace(config, epochs=None)
     if defaults.config.resume is not None:  # not the word `auto`, but the run that it found
         return replace(config, resume=defaults.config.resume)
     if config.init_from is not None:
@@ -256,7 +254,8 @@ def resolve(
     return Plan(
         config=config, world=world, device=on, precision=precision, compiled=compiled,
         residual_dtype=residual_dtype, source=source, data=opened, orders=orders,
-        resumed=resumed, micro_batch=micro_batch, ops=tables.select(chosen, on), trials=trials,
+        resumed=resumed, micro_batch=micro_batch, trials=trials,
+        ops=tables.select(config.ops, on, chosen),
     )  # fmt: skip
 
 
@@ -270,8 +269,8 @@ def _with_steps(config: Config, samples: int, resumed: ResumeState, warn: Warn) 
             left = config.epochs * samples - resumed.tokens / config.model.context
             steps = max(1, resumed.step + math.ceil(left / batch))
         config = replace(config, steps=steps)
-    if config.eval_epochs is not None:
-        config = replace(config, eval_every=math.ceil(config.eval_epochs * samples / batch))
+    if config.eval_every == "epoch":
+        config = replace(config, eval_every=math.ceil(samples / batch))
     if resumed.checkpoint is not None and resumed.step > config.steps:
         already = f"{resumed.checkpoint.path} is already at step {resumed.step}"
         raise UserError(f"{asked} is {config.steps}: {already}")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,7 @@ from fastgpt.model.flops import MFU_CONVENTION, flops_per_token
 from fastgpt.parallel.signals import StopSignal
 from fastgpt.run import directory, manifest
 from fastgpt.run.directory import RunLock
-from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
+from fastgpt.sampling.text import encode_prompt, sample_text
 from fastgpt.train import init_from
 from fastgpt.train.build import Run
 from fastgpt.train.data import sample_prompt
@@ -58,18 +58,12 @@ class Recorder:
             config_json=to_json(self.config),
             save_tokenizer=self.plan.data.tokenizer.save,
             keep=self.config.train.keep_checkpoints,
-            keep_every=self.config.train.keep_every,
             huggingface_json=json.dumps(kept) if kept else None,
         )
 
     def _encoded_prompt(self) -> torch.Tensor:
-        data, asked = self.plan.data, self.config.train.sample_prompt
-        prompt = sample_prompt(self.config, data.corpora[0])
-        ids = encode_prompt(prompt, data.tokenizer, "--train.sample-prompt")
-        if asked is not None:
-            context = self.config.model.context
-            warn_if_cut(ids, context, "--train.sample-prompt", self.display.warn)
-        return ids
+        prompt = sample_prompt(self.config, self.plan.data.corpora[0])
+        return encode_prompt(prompt, self.plan.data.tokenizer, "the prompt of the samples")
 
     def _open_files(self) -> tuple[Path, float]:
         """Creates or reopens the run directory and its logs, and prints the header.
@@ -186,14 +180,15 @@ class Recorder:
     def saves_now(self) -> bool:
         return self._due(self.config.save_every)
 
-    def _due(self, every: int) -> bool:
+    def _due(self, every: int | Literal["epoch"]) -> bool:
+        assert every != "epoch"  # the plan has its steps
         step = self.run.step
         return step == self.config.steps or (every > 0 and step % every == 0)
 
     def status(self, what: str = "") -> None:
         """Shows what this rank does, and tells the watchdog; without `what` it trains again."""
         self.display.doing(what)
-        watchdog.progress(slow=True)
+        watchdog.progress()
 
     def keep_settings(self) -> None:
         """Writes the settings of a run that is resumed, once a step has been taken with them."""
@@ -290,7 +285,7 @@ class Recorder:
         loss = self.display.val_loss = self._weighted(results)
         record: dict[str, Any] = {"step": step, "val_loss": loss}
         record["val_tokens"] = sum(count for _, count in results)
-        if data.eval_batches:
+        if data.sampling == "lecture":
             losses = run.evaluate("train", 0, self.stop, self.status)
             record["eval_train_loss"] = self._weighted(losses)
         if len(results) > 1:
@@ -319,7 +314,7 @@ class Recorder:
     def _scores_other_text(self, tokens: int, results: list[tuple[float, int]]) -> bool:
         """Returns True if an evaluation of `tokens` had other text than those before the last."""
         data = self.config.data
-        if data.eval_batches or tokens == data.eval_tokens:
+        if data.sampling == "lecture" or tokens == data.eval_tokens:
             return False
         return tokens > 0 or max(count for _, count in results) > data.eval_tokens
 

@@ -13,7 +13,7 @@ from fastgpt.config.config import Config
 from fastgpt.data.items import Data
 from fastgpt.device import device
 from fastgpt.display import Display, duration
-from fastgpt.errors import UserError, brief
+from fastgpt.errors import UserError
 from fastgpt.faults import watchdog
 from fastgpt.logs.metrics import check_trackers
 from fastgpt.parallel import distributed
@@ -69,10 +69,6 @@ class Trainer:
 
     def _prepare(self, config: Config) -> None:
         """Checks what the run's files need, and locks an existing run's directory."""
-        if config.train.report == "on":
-            from fastgpt.report.page import require_bokeh
-
-            require_bokeh()
         check_trackers(config.track)
         if config.run_dir is not None and directory.is_run(config.run_dir):
             instead = "stop it" if config.resume else "pass another --run-dir"
@@ -87,7 +83,7 @@ class Trainer:
         """
         run, recorder = self.run, self.recorder
         stop = recorder.stop = StopSignal(self.display.line)
-        watchdog.start(self.config.train.stall_s)
+        watchdog.start()
         begun = time.monotonic()
         try:
             try:
@@ -118,12 +114,12 @@ class Trainer:
                 recorder.lock.release()
             watchdog.close()
             stop.restore()
-        for line in [*self._report(), *ending]:
+        for line in ending:
             self.display.line(line)
 
     def _finish(self, end: Callable[[], None]) -> None:
         """Calls `end`; an error there is only a warning, so as not to hide an earlier one."""
-        watchdog.progress(slow=True)
+        watchdog.progress()
         try:
             end()
         except UserError as error:
@@ -161,18 +157,3 @@ class Trainer:
         self.requeue = bool(self.world.sum(asked))
         resume = resume_command(self.run_dir, self.world.size)
         return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
-
-    def _report(self) -> list[str]:
-        """Writes the page of a run that has taken its last step, and returns a line about it."""
-        complete = self.run.step >= self.config.steps
-        if self.config.train.report == "off" or self.metrics is None or not complete:
-            return []
-        from fastgpt.report.page import write_report
-
-        path = self.run_dir.absolute() / "report.html"
-        try:
-            write_report([self.run_dir], path)
-        except Exception as error:  # the run is complete, and a command can write its page again
-            self.display.warn(f"{path} was not written: {brief(error)}")
-            return []
-        return [f"its page: {path}"]

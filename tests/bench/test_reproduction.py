@@ -36,13 +36,13 @@ SLOW = ("lecture-residual", "lecture-layernorm")  # lecture-gpt-small has their 
 def test_each_system_is_on_its_way(recipe, shakespeare, one_thread):
     steps, expected = EARLY[recipe]
     engine = build(
-        resolve(configure([recipe, "--train.device", "cpu", "--data.eval-batches", "100"]))
+        resolve(configure([recipe, "--train.device", "cpu", "--data.eval-tokens", "32768"]))
     )
     with closing(engine.loader):
         for _ in range(steps):
             train(engine, engine.step + 1)
     [(loss, targets)] = engine.evaluate("val")
-    assert targets == 100 * engine.plan.config.train.batch_tokens
+    assert targets == 32768
     assert loss == pytest.approx(expected, abs=0.05)
 
 
@@ -127,15 +127,15 @@ def test_a_record_is_of_its_settings_whatever_the_device_and_the_options_since(
     config = configure(["lecture-head"])
     older = reproduce.settings(config)
     older["train"]["device"] = "cuda"
-    del older["data"]["eval_batches"], older["epochs"]  # one that the recipe sets, one it does not
+    del older["data"]["eval_tokens"], older["epochs"]  # one that the recipe sets, one it does not
     with (tmp_path / "x.jsonl").open("w") as file:
-        for changes in ({}, {"eval_batches": 200}, {"eval_batches": 200, "no_more": 1}):
+        for changes in ({}, {"eval_tokens": 51_200}, {"eval_tokens": 51_200, "no_more": 1}):
             row = {"kind": reproduce.NAME, "run": str(changes), "device": "a GPU"}
             row["config"] = {**older, "data": {**older["data"], **changes}}
             print(json.dumps(row), file=file)
     row = reproduce.on_record(config, reproduce.all_runs())
     assert row is not None
-    assert row["run"] == "{'eval_batches': 200}"
+    assert row["run"] == "{'eval_tokens': 51200}"
     assert reproduce.on_record(config, reproduce.all_runs(), "a CPU") is None
     assert reproduce.on_record(replace(config, seed=1), reproduce.all_runs()) is None
 

@@ -160,8 +160,7 @@ def test_a_process_that_dies_is_noticed(no_process):
 
 def test_every_op_with_kernels_of_ours_is_asked_to_run_them():
     ops = TRITON_OPS
-    assert (ops.attention, ops.norm, ops.loss) == ("triton", "triton", "chunked")
-    assert ops.dropout == "auto"
+    assert (ops.attention, ops.loss, ops.kernels) == ("triton", "chunked", "triton")
     assert set(asdict(PLAIN_OPS).values()) == {"torch"}
 
 

@@ -65,10 +65,10 @@ def test_resumed_run_equals_the_unbroken_one(fit, unbroken, monkeypatch, samplin
 def test_flags_of_a_resumed_run_reach_the_optimizers(fit):
     run = fit("--steps 2 --optim.kind muon")
     flags = ["--resume", str(run), "--steps", "3", "--optim.weight-decay", "0.3"]
-    trainer = Trainer(configure([*flags, "--optim.beta2", "0.5", "--optim.muon-momentum", "0.25"]))
+    trainer = Trainer(configure([*flags, "--optim.beta2", "0.5", "--optim.beta1", "0.5"]))
     adamw, muon = (it.param_groups for it in trainer.run.optimizers.all)
     assert [(group["weight_decay"], group["betas"][1]) for group in adamw] == [(0.3, 0.5), (0, 0.5)]
-    assert [(group["weight_decay"], group["momentum"]) for group in muon] == [(0.3, 0.25)]
+    assert [(group["weight_decay"], group["momentum"]) for group in muon] == [(0.3, 0.75)]
     trainer.fit()
 
 

@@ -50,7 +50,8 @@ def test_files_of_version_0_2_are_refused(saved):
 def test_resumed_runs_have_the_same_bits_on_the_same_ranks(tiny, tmp_path):
     flags = "--parallel.kind fsdp --optim.schedule constant --model.dropout 0.1"
     runs = []
-    for name, more in {"fsdp": "", "tp": "--parallel.tp 2 --model.attention-dropout 0"}.items():
+    places = "--model.dropout-places embedding residual feed_forward"
+    for name, more in {"fsdp": "", "tp": f"--parallel.tp 2 {places}"}.items():
         broken = f"--run-dir {tmp_path / name}"
         runs += [
             tiny(flags, more, f"--run-dir {tmp_path / name}-unbroken"),

@@ -65,8 +65,7 @@ def test_each_step_is_what_the_notes_say(name, attention):
         ("head", "norm", "rmsnorm"),
         ("multihead", "ffn_dim", 64),
         ("feedforward", "activation", "swiglu"),
-        ("feedforward", "bias", False),
-        ("residual", "norm_position", "post"),
+        ("residual", "norm", "post-layernorm"),
     ],
 )
 def test_an_option_of_which_a_step_has_no_part_is_refused(name, option, value):
@@ -105,7 +104,7 @@ def test_bigram_starts_at_the_published_loss(corpus):
 
 @pytest.mark.parametrize("init", ["gpt2", "normal"])
 @pytest.mark.parametrize(
-    "options", [{}, {"head_bias": False}, {"head_bias": False, "tied": True}], ids=str
+    "options", [{}, {"bias": ("mlp",)}, {"bias": ("mlp",), "tied": True}], ids=str
 )
 def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, options, init):
     """The untrained GPT has the loss that its weights' initial standard deviation implies.
@@ -211,10 +210,9 @@ def test_a_run_in_epochs_tells_its_loss_and_perplexity_after_each(
 
 
 def test_steps_on_the_command_line_take_the_place_of_epochs(flags):
-    assert (configure(flags).epochs, configure(flags).eval_epochs) == (20, 1)
+    assert (configure(flags).epochs, configure(flags).eval_every) == (20, "epoch")
     config = configure([*flags, "--steps", "7", "--eval_every=3"])
-    assert (config.epochs, config.eval_epochs) == (None, None)
-    assert (config.steps, config.eval_every) == (7, 3)
+    assert (config.epochs, config.steps, config.eval_every) == (None, 7, 3)
     with pytest.raises(UserError, match="--steps and --epochs are both given"):
         configure([*flags, "--steps", "7", "--epochs", "1"])
 
@@ -234,7 +232,7 @@ def test_missing_data_is_named_with_what_to_do(recipe, named, tmp_path, monkeypa
 
 SMALL = (
     "--steps 1 --eval-every 0 --train.device cpu --train.precision fp32 --train.sample-tokens 0"
-    " --data.val-fraction 0.2 --data.eval-batches 0 --data.align none --train.batch-tokens 512"
+    " --data.val-fraction 0.2 --data.sampling epoch --data.align none --train.batch-tokens 512"
 )
 SMALLER = "--model.num-layers 2 --model.num-heads 2 --model.dim 32 --model.context 16"
 

@@ -36,12 +36,12 @@ LLAMA3 = {
 
 OURS = {
     "gpt2": {},
-    "gpt2-without-biases": {"bias": False, "qkv_bias": True},
+    "gpt2-without-biases": {"bias": ("qkv",)},
     "gpt2-untied": {"tied": False, "activation": "relu_squared", "ffn_dim": 40},
     "llama": {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False},
     "qwen3": {
         "norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False,
-        "qk_norm": True, "qk_norm_weight": True, "num_kv_heads": 2, "head_size": 16,
+        "qk_norm": "weighted", "num_kv_heads": 2, "head_size": 16,
     },
     "qwen3-without-weights": {
         "norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False,

@@ -114,7 +114,10 @@ BEYOND = {
         r"GPT2LMHeadModel cannot .*--model\.softcap is 30\.0, expected None;"
         r" --model\.window is 8, expected None",
     ),
-    "post-norm": ({"norm_position": "post"}, r"--model\.norm-position is post, expected pre"),
+    "post-norm": (
+        {"norm": "post-layernorm"},
+        r"--model\.norm is post-layernorm, expected layernorm",
+    ),
     "rotary without SwiGLU": (
         {"position": "rotary", "norm": "rmsnorm", "bias": False},
         r"LlamaForCausalLM cannot .*--model\.activation is gelu_tanh, expected swiglu",

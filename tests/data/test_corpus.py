@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from fastgpt.config.config import DataConfig, TrainConfig
+from fastgpt.config.config import DataConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data import preparation
 from fastgpt.data.preparation import open_corpus, prepare
@@ -126,7 +126,6 @@ def test_encoding_of_what_is_no_text_file_is_refused(text_file, tmp_path, source
         ("shakespeare-cpu", {}, "\n"),
         ("baby", {"data": DataConfig(source="x.txt")}, "words of a"),
         ("shakespeare-cpu", {"data": DataConfig(source="x.txt")}, "words of a"),
-        ("baby", {"data": DataConfig(source="x.txt"), "train": TrainConfig(sample_prompt="")}, ""),
     ],
 )
 def test_samples_continue_words_of_the_corpus_on_other_data(tmp_path, recipe, changes, prompt):

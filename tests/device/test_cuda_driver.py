@@ -114,7 +114,7 @@ def test_what_kernels_need_is_checked_before_any_trial(
     tried = mock.Mock(return_value={})
     monkeypatch.setattr(choose, "remembered_or_tried", tried)
     sizes = Sizes(ModelConfig(), 1, "bf16", True)
-    assert choose.choose(OpsConfig(), sizes, "cuda", said.append) == (OpsConfig(), {})
+    assert choose.choose(OpsConfig(), sizes, "cuda", said.append) == ({}, {})
     choose.require_toolchain(OpsConfig(), "cuda")
     choose.require_toolchain(asked, "cpu")
     if missing is None:
@@ -132,6 +132,6 @@ def test_what_kernels_need_is_checked_before_any_trial(
 
 def test_kernels_without_a_compiler_are_an_error_before_data_is_read(toolchain, monkeypatch, tiny):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    flags = "--train.device cuda --ops.norm triton --data.source nowhere"
-    with pytest.raises(UserError, match=r"--ops.norm is triton: no C compiler was found"):
+    flags = "--train.device cuda --ops.kernels triton --data.source nowhere"
+    with pytest.raises(UserError, match=r"--ops.kernels is triton: no C compiler was found"):
         Trainer(configure(tiny(flags)))

@@ -18,7 +18,7 @@ from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.runs import series
 
-PLAIN = "--ops.attention sdpa --ops.loss torch --ops.dropout torch"
+PLAIN = "--ops.attention sdpa --ops.loss torch"
 
 
 class OnTheCPU(TorchFunctionMode):
@@ -104,8 +104,8 @@ def test_a_run_trains_on_each_kind_of_device(seen, kind, precision, fit, tmp_pat
         ("xpu", "xpu", "--train.compile on", "--train.compile is on: .* on XPU"),
         ("mps", "mps", "--train.precision bf16", "bf16, which MPS lacks before macOS 14"),
         ("mps", "mps", "--ops.loss chunked", "loss is chunked: expected torch on MPS"),
-        ("xpu", "xpu", "--ops.norm triton", "norm is triton: it runs on CUDA, not on XPU"),
-        ("rocm", "cuda", "--ops.norm triton", "norm is triton: it runs on CUDA, not on ROCm"),
+        ("xpu", "xpu", "--ops.kernels triton", "kernels is triton: it runs on CUDA, not on XPU"),
+        ("rocm", "cuda", "--ops.kernels triton", "kernels is triton: it runs on CUDA, not on ROCm"),
     ],
     indirect=["seen"],
 )

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastgpt.errors import UserError
 from fastgpt.faults import watchdog
-from fastgpt.faults.watchdog import AGAIN_S, SLOW_S
-from fastgpt.train.plan import configure
+from fastgpt.faults.watchdog import AGAIN_S
 from tests.processes import python
 from tests.runs import torchrun
 
@@ -17,6 +15,7 @@ SLEEPS_IN_ITS_DATA = """
 import os, pathlib, time
 import train
 from fastgpt.data.loader import Loader
+from fastgpt.faults import watchdog
 
 batches, take = [], Loader.next
 
@@ -27,7 +26,7 @@ def sleepy(self):
         time.sleep(600)
     return take(self)
 
-Loader.next = sleepy
+Loader.next, watchdog.STALL_S = sleepy, 4
 train.main()
 """
 
@@ -35,7 +34,7 @@ train.main()
 def test_a_rank_that_sleeps_in_its_data_ends_all_and_its_stacks_are_there(tiny, tmp_path):
     script, seen = tmp_path / "sleeps.py", tmp_path / "seen"
     script.write_text(SLEEPS_IN_ITS_DATA)
-    flags = "--eval-every 0 --train.micro-batch 2 --train.stall-s 4"
+    flags = "--eval-every 0 --train.micro-batch 2"
     process = torchrun(2, str(script), *tiny(flags), forks=True, SEEN=str(seen))
     _, err = process.communicate(timeout=120)
     assert time.time() - seen.stat().st_mtime < 4 + 20
@@ -52,8 +51,8 @@ from fastgpt.faults import watchdog
 def hangs():
     ctypes.PyDLL(None).sleep(60)
 
-watchdog.start(0.1)
-watchdog.progress()
+watchdog.STALL_S = 0.1
+watchdog.start()
 hangs()
 """
 
@@ -79,36 +78,24 @@ def timers(monkeypatch):
     return found, clock
 
 
-def test_progress_sets_another_timer_and_what_is_slow_is_given_more_time(timers):
+def test_progress_sets_another_timer_but_not_too_often(timers):
     found, clock = timers
-    short, long = 4 + AGAIN_S, SLOW_S + AGAIN_S
-    watchdog.start(4)
+    allowed = watchdog.STALL_S + AGAIN_S
+    watchdog.start()
     watchdog.progress()
-    assert found == [long, short]
-    clock[0] += AGAIN_S / 2  # too soon for another timer
+    assert found == [allowed]
+    clock[0] += AGAIN_S
     watchdog.progress()
-    assert found == [long, short]
-    clock[0] += AGAIN_S / 2
-    watchdog.progress()
-    watchdog.progress(slow=True)
-    watchdog.start(2 * SLOW_S)
     watchdog.close()
-    assert found[2:] == [short, long, 2 * SLOW_S + AGAIN_S, None]
+    assert found == [allowed, allowed, None]
 
 
-def test_zero_means_never_and_outside_of_training_nothing_stalls(timers, fit):
-    watchdog.progress(slow=True)
-    watchdog.start(0)
+def test_outside_of_training_nothing_stalls(timers, fit):
     watchdog.progress()
     assert timers[0] == []
-    fit("--train.stall-s 5 --train.sample-tokens 0")
+    fit("--train.sample-tokens 0")
     *seconds, last = timers[0]
     assert last is None
-    assert {*seconds} == {5 + AGAIN_S, SLOW_S + AGAIN_S}
-    watchdog.progress(slow=True)
+    assert {*seconds} == {watchdog.STALL_S + AGAIN_S}
+    watchdog.progress()
     assert timers[0][-1] is None
-
-
-def test_a_negative_time_is_refused(tiny):
-    with pytest.raises(UserError, match=r"--train.stall-s is -1.0: expected 0 or more"):
-        configure(tiny("--train.stall-s -1"))

@@ -150,7 +150,7 @@ def test_the_time_to_compile_a_model_grows_with_its_layers_and_no_faster(monkeyp
 
     It formats a message only when a process meets an op for the first time, so each depth must.
     """
-    ops = OpsConfig(attention="triton", norm="triton", loss="chunked", activation="triton")
+    ops = OpsConfig(attention="triton", loss="chunked", kernels="triton")
     x, seconds = torch.randint(32, (2, 8)), {}
     for layers in (1, 2, 4, 8, 12):  # the first one imports the compiler
         torch.compiler.reset()

@@ -17,7 +17,7 @@ MODELS = {
     },
     "qk norm, softcap": {"position": "rotary", "qk_norm": True, "softcap": 15.0},
     "documents": {"document_mask": True, "eot_id": 3},
-    "post-norm": {"norm_position": "post"},
+    "post-norm": {"norm": "post-layernorm"},
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from fastgpt.model.generation import generate
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
 from fastgpt.ops.kv_cache import Cache
-from tests.models import OPTIONS, build, draw_tokens, greedy, initial, on_cpu, sharp, shrunk
+from tests.models import OPTIONS, build, draw_tokens, greedy, initial, sharp, shrunk
 from tests.parity import launches
 
 PROMPTS = [torch.tensor(row) for row in ([3, 1, 4, 1, 5], [9], [2, 6, 5])]
@@ -294,12 +294,12 @@ def test_logits_of_every_recipe_equal_those_of_the_whole(name):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, OPTIONS["modern"], MORE["documents-window"], {"score_scale": "width"}],
-    ids=["gpt2", "modern", "documents-window", "score-scale"],
+    [{}, OPTIONS["modern"], MORE["documents-window"], {"architecture": "layernorm"}],
+    ids=["gpt2", "modern", "documents-window", "width"],
 )
 @torch.no_grad()
 def test_on_our_kernels_logits_are_the_same(options):
-    chosen = on_cpu(decode="triton", rotary="triton")
+    chosen = tables.select(OpsConfig(), "cpu", {"decode": "triton", "rotary": "triton"})
     model, tokens = build(chosen=chosen, **options).eval(), documents()
     with launches("_decode_attention_kernel"):
         got = step_by_step(model, tokens, [5, 1, 2, 8])
@@ -354,10 +354,10 @@ def elsewhere(monkeypatch):
         return torch.empty_like(q)
 
     def run(config: ModelConfig, decode: str, new: int) -> list[tuple]:
-        chosen = OpsConfig(attention="sdpa", decode=decode)  # pyright: ignore
+        chosen = tables.select(OpsConfig(attention="sdpa"), "meta", {"decode": decode})
         with runtime.recording(90) as launched:
             with torch.device("meta"):
-                model = build_model(config, tables.select(chosen, "meta")).eval()
+                model = build_model(config, chosen).eval()
             prompt = torch.zeros(1, 5, dtype=torch.int64, device="meta")
             generate(model, prompt, max_new_tokens=new, vocab_size=30)
         tensors = ([x for x in launch.args if isinstance(x, Tensor)] for launch in launched)

@@ -96,19 +96,19 @@ def test_the_residual_stream_is_bf16_where_that_is_asked_for(residual_dtype):
     "options",
     [
         {},
-        {"tied": False, "head_bias": True, "softcap": 3.0},
+        {"tied": False, "bias": ("qkv", "mlp", "head"), "softcap": 3.0},
         {"architecture": "bigram", "activation": "relu"},
     ],
     ids=str,
 )
-def test_label_smoothing_and_z_loss_are_of_training_alone(options, loss):
+def test_z_loss_is_of_training_alone(options, loss):
     model, (tokens, targets) = build(chosen=on_cpu(loss=loss), **options), draw_tokens(4).chunk(2)
     targets[0, 3:6] = -100
-    model.label_smoothing, model.z_loss = 0.2, 0.01
-    for training, smoothing, factor in ((True, 0.2, 0.01), (False, 0.0, 0.0)):
+    model.z_loss = 0.01
+    for training, factor in ((True, 0.01), (False, 0.0)):
         got = model.train(training)(tokens, targets)
         logits = model(tokens)
-        plain = F.cross_entropy(logits.mT, targets, label_smoothing=smoothing)
+        plain = F.cross_entropy(logits.mT, targets)
         expected = plain + factor * logits.logsumexp(-1)[targets != -100].square().mean()
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         gradients = [torch.autograd.grad(x, list(model.parameters())) for x in (got, expected)]
@@ -141,7 +141,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_dropout_acts_at_its_place_alone(place):
     zeroing, given_to_attention = with_dropout_as_zero()
-    model = build(chosen=zeroing, tied=False, **{f"{place}_dropout": 0.25})
+    model = build(chosen=zeroing, tied=False, dropout=0.25, dropout_places=(place,))
     tokens = draw_tokens()
     model.eval()
     whole = model(tokens)
@@ -157,11 +157,9 @@ def test_dropout_acts_at_its_place_alone(place):
     torch.testing.assert_close(dropped, model.eval()(tokens))
 
 
-def test_dropout_has_one_default_for_all_places():
-    config = replace(TINY, dropout=0.3, attention_dropout=0.0, residual_dropout=0.1)
-    assert {place: config.dropout_at(place) for place in PLACES} == {
-        "embedding": 0.3, "attention": 0.0, "residual": 0.1, "feed_forward": 0.3,
-    }  # fmt: skip
+def test_by_default_dropout_is_at_all_places():
+    config = replace(TINY, dropout=0.3)
+    assert [config.dropout_at(place) for place in PLACES] == [0.3] * 4
 
 
 # --- initial weights ------------------------------------------------------------------------------
@@ -369,7 +367,7 @@ def test_tokenizer_without_end_of_text_is_refused(tokenizer, tiny):
 
 
 def test_qk_norm_meets_weights_of_its_dtype_under_autocast(monkeypatch):
-    model = sharp(qk_norm=True, qk_norm_weight=True)
+    model = sharp(qk_norm="weighted")
     tokens, seen = draw_tokens(), []
     before_each(monkeypatch, F, "rms_norm", lambda x, _, w, *__: seen.append((x.dtype, w.dtype)))
     expected = model(tokens)

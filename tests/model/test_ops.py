@@ -22,9 +22,8 @@ ATTENTION_KERNELS = [f"_attention_{part}_kernel" for part in ("fwd", "bwd_dq", "
 NORM_KERNELS = ("_norm_fwd_kernel", "_norm_bwd_kernel")
 LOSS_KERNELS = ("_cross_entropy_fwd_kernel",)
 ACTIVATION_KERNELS = ("_bias_act_fwd_kernel", "_bias_act_bwd_kernel")
-TRITON = ("attention", "norm", "rotary", "activation")
-OURS = OpsConfig(**dict.fromkeys(TRITON, "triton"), loss="chunked")
-PLAIN = OpsConfig(**dict.fromkeys(TRITON, "torch"), loss="torch")
+OURS = OpsConfig(attention="triton", loss="chunked", kernels="triton")
+PLAIN = OpsConfig(attention="torch", loss="torch", kernels="torch")
 
 
 def loss_and_gradients(model: GPT, autocast: bool) -> list[torch.Tensor]:
@@ -37,8 +36,8 @@ def loss_and_gradients(model: GPT, autocast: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("options", [
     {}, {"norm": "rmsnorm", "bias": False, "position": "rotary", "num_kv_heads": 2},
-    {"norm_position": "post", "window": 5},
-    {"norm": "rmsnorm", "norm_position": "post", "qk_norm": True, "position": "rotary"},
+    {"norm": "post-layernorm", "window": 5},
+    {"norm": "post-rmsnorm", "qk_norm": True, "position": "rotary"},
     {"activation": "swiglu", "bias": False}, {"activation": "swiglu"},
     {"document_mask": True, "eot_id": 7, "tied": False, "softcap": 3.0},
 ])  # fmt: skip
@@ -76,7 +75,7 @@ class ColumnSums(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("options", "left"), [({}, 2), ({"norm_position": "post"}, 2), ({"dropout": 0.1}, 6)]
+    ("options", "left"), [({}, 2), ({"norm": "post-layernorm"}, 2), ({"dropout": 0.1}, 6)]
 )
 def test_biases_get_their_gradients_where_those_of_the_activations_are_computed(options, left):
     def count(asked):
@@ -97,26 +96,25 @@ def test_biases_get_their_gradients_where_those_of_the_activations_are_computed(
     [
         (OpsConfig(), "cpu", {"attention": "blocked", "dropout": "packed_rng"}),
         (OpsConfig(), "cuda", {"attention": "sdpa", "loss": "torch"}),
-        (OURS, "cuda", dict.fromkeys(TRITON, "triton")),
+        (OURS, "cuda", dict.fromkeys(("attention", *tables.BY_KERNELS), "triton")),
     ],
 )
 def test_what_runs_where(monkeypatch, asked, device, changed):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
-    names = dict.fromkeys(OpsConfig.__slots__, "torch") | {"loss": "chunked"} | changed
+    names = dict.fromkeys(tables.OPS, "torch") | {"loss": "chunked"} | changed
     assert tables.select(asked, device).names == names
 
 
-@pytest.mark.parametrize("op", [*TRITON, "decode"])
+@pytest.mark.parametrize("op", ["attention", "kernels"])
 def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
     monkeypatch.setattr(runtime, "INTERPRETING", False)
     with pytest.raises(UserError, match=rf"^--ops\.{op} is triton: it runs on CUDA, not on cpu$"):
         on_cpu(**{op: "triton"})
 
 
-@pytest.mark.parametrize(("op", "name"), [("attention", "blocked"), ("dropout", "packed_rng")])
-def test_ops_reject_what_cannot_run_there(op, name):
-    with pytest.raises(UserError, match=rf"--ops.{op} is {name}: it runs on CPUs, not on cuda"):
-        tables.select(OpsConfig(**{op: name}), "cuda")
+def test_what_is_for_cpus_is_refused_elsewhere():
+    with pytest.raises(UserError, match=r"--ops.attention is blocked: it runs on CPUs, not"):
+        tables.select(OpsConfig(attention="blocked"), "cuda")
 
 
 # --- the package flash-attn -----------------------------------------------------------------------

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fastgpt.checkpoint import checkpoint
-from fastgpt.config.config import TrainConfig
+from fastgpt.config.config import ParallelConfig
 from fastgpt.logs.metrics import read_records
 from fastgpt.parallel.parallelize import replicate
 from tests.runs import ROOT, assert_same_up_to_rounding, finish, read_until, torchrun
@@ -72,7 +72,7 @@ def test_bf16_gradients_are_exchanged_where_asked_for(dtype):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with warnings.catch_warnings(action="error"):
-            replica = replicate(linear := nn.Linear(64, 64), TrainConfig(ddp_dtype=dtype))
+            replica = replicate(linear := nn.Linear(64, 64), ParallelConfig(dtype=dtype))
         replica(torch.randn(4, 64)).square().sum().backward()
     finally:
         dist.destroy_process_group()

@@ -19,9 +19,8 @@ TRAIN = str(ROOT / "train.py")
 
 # of which the second rank's part of the vocabulary is padding only
 PACKED = (
-    " --model.num-heads 4 --model.num-kv-heads 2 --model.activation swiglu --model.qk-norm"
-    " --model.qk-norm-weight --model.vocab-multiple 512 --train.label-smoothing 0.1"
-    " --train.z-loss 0.01 --model.softcap 15"
+    " --model.num-heads 4 --model.num-kv-heads 2 --model.activation swiglu --model.qk-norm weighted"
+    " --model.vocab-multiple 512 --train.z-loss 0.01 --model.softcap 15"
 )
 
 

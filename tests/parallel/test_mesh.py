@@ -57,7 +57,7 @@ def check(flags: list[str], ranks: int) -> None:
         (f"{FSDP} --parallel.dtype bf16", "--parallel.dtype is bf16: expected --train.precision"),
         (f"{FSDP} --train.precision fp16", "kind is fsdp: expected --train.precision bf16"),
         ("--parallel.tp 2", "--parallel.tp is 2: expected --parallel.kind fsdp or"),
-        (f"{TP} --model.dropout 0.1", "expected --model.attention-dropout 0, not 0.1"),
+        (f"{TP} --model.dropout 0.1", "expected --model.dropout-places without attention"),
         (f"{TP} --ops.loss chunked", "expected --ops.loss auto or torch, not chunked"),
         (f"{TP} --model.num-heads 1", "--model.num-heads to be a multiple of it, not 1"),
         (f"{TP} --model.num-kv-heads 1", "--model.num-kv-heads to be a multiple of it, not 1"),

@@ -33,9 +33,12 @@ with abort_all_ranks():
 """
 
 
+PLACES = "--model.dropout-places embedding residual feed_forward"
+
+
 def test_ranks_draw_the_same_masks_for_what_they_share(tiny, tmp_path):
     (tmp_path / "train.py").write_text(TWICE)
-    flags = f"{TP} --model.dropout 0.2 --model.attention-dropout 0 --train.micro-batch 2"
+    flags = f"{TP} --model.dropout 0.2 {PLACES} --train.micro-batch 2"
     out = finish(torchrun(2, str(tmp_path / "train.py"), str(tmp_path), *tiny(flags), forks=True))
     assert outcome(tmp_path / "a") == outcome(tmp_path / "b")
     assert (out.count("built on meta"), out.count("built on cpu")) == (4, 2), "whole on one rank"

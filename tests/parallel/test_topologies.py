@@ -18,7 +18,7 @@ TRAIN = {
 FSDP, HSDP = "--parallel.kind fsdp", "--parallel.kind hsdp --parallel.shards 2"
 CP, TP = "--parallel.cp 2", f"{FSDP} --parallel.tp 2"
 KINDS = {
-    2: (TP, "", f"{FSDP} --parallel.no-reshard", CP, FSDP, TP), 3: (FSDP,),
+    2: (TP, "", CP, FSDP, TP), 3: (FSDP,),
     4: (HSDP, f"{FSDP} {CP}", TP, f"{TP} {CP}"),
 }  # fmt: skip
 

@@ -10,7 +10,6 @@ import torch
 
 from fastgpt.convert.source import load
 from fastgpt.errors import UserError, run_command
-from fastgpt.logs.metrics import MetricsLog
 from fastgpt.report import __main__ as command
 from fastgpt.report.data import POINTS, SAMPLES, read_run, thinned
 from fastgpt.report.page import finding
@@ -172,23 +171,6 @@ def test_bad_arguments_are_errors_of_one_line(fit, tmp_path, capfd, monkeypatch)
     (run / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         page_of(run)
-
-
-def test_without_bokeh_a_run_fails_before_it_begins(fit, tmp_path, monkeypatch):
-    monkeypatch.setattr("fastgpt.report.page.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"needs bokeh: make setup EXTRAS=report$"):
-        fit("--train.report on")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_writes_its_page_and_a_failure_there_is_a_warning(fit, capfd, monkeypatch):
-    page = fit("--train.report on") / "report.html"
-    assert f"its page: {page}\n" in capfd.readouterr().out
-    assert "checkpoints/best</code>" in page.read_text()
-    monkeypatch.setattr(MetricsLog, "close", lambda _: page.unlink() or page.mkdir())
-    fit("--train.report on --resume auto --steps 9")
-    assert f"{page} was not written: " in (out := capfd.readouterr().out)
-    assert "done after step 9" in out
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")

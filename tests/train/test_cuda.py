@@ -48,14 +48,12 @@ def loss_and_gradients(model, x, y, precision):
         {},
         {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "position": "rotary"},
         {"num_kv_heads": 2, "qk_norm": True, "window": 9, "tied": False, "softcap": 15.0},
-        {"norm_position": "post", "activation": "gelu_erf", "position": "sinusoidal"},
+        {"norm": "post-layernorm", "activation": "gelu_erf", "position": "sinusoidal"},
     ],
     ids=["gpt2", "modern", "grouped-window", "post-norm"],
 )
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 3e-2)])
-@pytest.mark.parametrize(
-    "asked", [OpsConfig(), OpsConfig(rotary="triton", activation="triton")], ids=["auto", "ours"]
-)
+@pytest.mark.parametrize("asked", [OpsConfig(), OpsConfig(kernels="triton")], ids=["auto", "ours"])
 def test_gpt_on_cuda_is_the_gpt_on_the_cpu(asked, options, precision, bound):
     config = replace(SMALL, **options)
     truth = GPT(config, tables.select(OpsConfig(attention="torch"), "cpu"))

@@ -62,7 +62,7 @@ def test_updates_are_pytorchs_and_states_are_exchanged(monkeypatch, most):
 def test_on_a_cpu_it_iterates_in_the_runs_precision(precision):
     model = nn.Module()
     model.h = nn.ModuleList([nn.Linear(32, 96, bias=False)])
-    settings = OptimConfig(kind="muon", muon_lr=0.02, muon_momentum=0.9, weight_decay=0.0)
+    settings = OptimConfig(kind="muon", muon_lr=0.02, beta1=0.8, weight_decay=0.0)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     _, optimizer = Optimizers(cast(Any, model), settings, scaler, precision=precision).all
     [weight] = weights = list(model.parameters())

@@ -75,7 +75,7 @@ def test_muon_equals_its_equations():
     velocity = dict.fromkeys(matrices, torch.zeros((), dtype=torch.float64))
     expected = {}
     optimizer = optimizers(
-        ours, kind="muon", muon_lr=0.1, muon_momentum=0.8, weight_decay=0.2, grad_clip=0.0
+        ours, kind="muon", muon_lr=0.1, beta1=0.6, weight_decay=0.2, grad_clip=0.0
     )
     for step in range(4):
         before = weights(ours)
@@ -98,12 +98,12 @@ def test_muon_equals_its_equations():
 @pytest.mark.parametrize("grad_clip", [1.0, 0.0, 1e9])
 def test_adamw_equals_pytorchs_own_loop(grad_clip):
     twin = copy.deepcopy(ours := tiny_model())
-    settings = {"lr": 3e-3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.2}
+    settings = {"lr": 3e-3, "beta1": 0.8, "beta2": 0.9, "weight_decay": 0.2}
     optimizer = optimizers(ours, grad_clip=grad_clip, **settings)
     matrices = [p for p in twin.parameters() if p.dim() >= 2]
     vectors = [p for p in twin.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.2}, {"params": vectors, "weight_decay": 0.0}]
-    plain = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.9), eps=1e-6, foreach=False)
+    plain = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.9), foreach=False)
     for step in range(4):
         set_gradients(ours, step, scale=step + 1.0)
         set_gradients(twin, step, scale=step + 1.0)

@@ -70,13 +70,17 @@ def test_our_step_by_torch_compile(counted):
 
 
 RANKS = """
-import os, sys, threading
+import functools, os, sys, threading
 sys.path.insert(0, os.getcwd())
 import simgpu
+from fastgpt.parallel import parallelize
 from fastgpt.train.build import build
 from fastgpt.train.loop import train
 from fastgpt.train.plan import configure, resolve
 
+# pieces of about a block, as are the 25 MiB of gpt2-124m
+whole = parallelize.DistributedDataParallel
+parallelize.DistributedDataParallel = functools.partial(whole, bucket_cap_mb=1)
 engine = build(resolve(configure(sys.argv[1:])))
 for _ in range(2):
     train(engine, engine.step + 1)
@@ -91,8 +95,7 @@ engine.loader.close()
 FLAGS = (
     "baby --model.num-layers 12 --model.dim 128 --model.num-heads 2 --model.context 64"
     " --train.micro-batch 1 --steps 9 --train.device cuda --train.precision bf16"
-    " --train.compile on --train.ddp-bucket-mb 1"  # about a block, as are 25 MiB of gpt2-124m
-    " --ops.attention triton --ops.norm triton --ops.loss chunked --ops.activation triton"
+    " --train.compile on --ops.attention triton --ops.loss chunked --ops.kernels triton"
 )
 
 

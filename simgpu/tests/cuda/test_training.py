@@ -12,14 +12,8 @@ SMALL = split(
     "--train.batch-tokens 256 --train.micro-batch 2 --steps 3 --train.sample-tokens 0 "
     "--data.eval-tokens 256 --data.final-eval-tokens 256 --train.precision fp32"
 )
-TORCH = split(
-    "--ops.attention sdpa --ops.norm torch --ops.loss torch --ops.activation torch "
-    "--ops.rotary torch --ops.dropout torch"
-)
-OURS = split(
-    "--ops.attention triton --ops.norm triton --ops.loss chunked --ops.activation triton "
-    "--ops.rotary triton --ops.dropout torch"
-)
+TORCH = split("--ops.attention sdpa --ops.loss torch --ops.kernels torch")
+OURS = split("--ops.attention triton --ops.loss chunked --ops.kernels triton")
 EAGER, COMPILED = ["--train.compile", "off"], ["--train.compile", "on"]
 
 
@@ -107,7 +101,7 @@ def test_all_that_a_run_may_do(train):
         "--train.precision bf16 --optim.kind muon --train.recompute full --eval-every 1"
         " --save-every 1 --train.sample-tokens 8"
     )
-    found = train(*EAGER, *TORCH, *flags, "--ops.decode", "triton")
+    found = train(*EAGER, *TORCH, *flags, "--ops.kernels", "triton")
     assert train.said.count("--- sample ---") >= 3
     assert len(list((train.folder / "checkpoints").glob("step_*/model.safetensors"))) >= 2
     assert found == pytest.approx(train(*EAGER, *TORCH, *flags, device="cpu"), abs=2e-3)
