@@ -111,16 +111,16 @@ def expect_gpt2(model: ModelConfig) -> None:
 def _fastgpt(workload: Workload, ops: OpsConfig) -> Built:
     config = replace(workload.config, ops=ops)
     # not probed, which beside the first steps of others would halve the batch
-    engine = build(resolve(config, warn=lambda _: None), lambda _: None, probe=False)
+    run = build(resolve(config, warn=lambda _: None), lambda _: None, probe=False)
 
     def step() -> None:
-        train(engine, engine.step + 1)
+        train(run, run.step + 1)
 
-    step.waited = lambda: engine.loader.waited_s  # pyright: ignore
+    step.waited = lambda: run.loader.waited_s  # pyright: ignore
     return step, {
-        "ops": engine.model.ops.names,
-        "trials": engine.plan.trials,
-        "compile": engine.plan.compiled,
+        "ops": run.model.ops.names,
+        "trials": run.plan.trials,
+        "compile": run.plan.compiled,
         "optimizer": config.optim.kind,
         "precision": workload.precision,
     }

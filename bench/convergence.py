@@ -71,21 +71,21 @@ def config_of(run: Convergence, on: Literal["cpu", "cuda"], folder: Path) -> Con
 
 def curves(config: Config, budget: float) -> tuple[dict[str, list[float]], dict[str, dict]]:
     """Trains with and without our kernels; returns losses and ops by the name of the run."""
-    engines = {
+    runs = {
         name: build(resolve(replace(config, ops=ops), warn=lambda _: None), lambda _: None)
         for name, ops in (("triton", TRITON_OPS), ("torch", PLAIN_OPS))
     }
-    losses: dict[str, list[float]] = {name: [] for name in engines}
+    losses: dict[str, list[float]] = {name: [] for name in runs}
     end = time.perf_counter() + budget
     for step in range(config.steps):
         if step >= 2 * LAST and time.perf_counter() > end:
             break
-        for name, engine in engines.items():
-            train(engine, engine.step + 1)
-            losses[name].append(engine.finite_loss()[0])
-    for engine in engines.values():
-        engine.loader.close()
-    return losses, {name: engine.model.ops.names for name, engine in engines.items()}
+        for name, run in runs.items():
+            train(run, run.step + 1)
+            losses[name].append(run.finite_loss()[0])
+    for run in runs.values():
+        run.loader.close()
+    return losses, {name: run.model.ops.names for name, run in runs.items()}
 
 
 def compare(losses: dict[str, list[float]], precision: str) -> dict:

@@ -67,26 +67,26 @@ def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
     more = f"--train.batch-tokens {batch} --run-dir {path} --resume auto --steps {1 + exists}"
     config = configure([asked.recipe, *FLAGS.split(), *more.split(), "--parallel.kind", asked.kind])
     trainer = Trainer(config)
-    engine, saver, world, rows = trainer.run, trainer.recorder.saver, trainer.world, []
+    run, saver, world, rows = trainer.run, trainer.recorder.saver, trainer.world, []
     read = {}
     if exists:
         last = checkpoint.steps_on_disk(path / "checkpoints")[-1]
         load = partial(checkpoint.load, last, world=world)
         read["verify"] = _seconds(load, world)
-        loaded = _seconds(lambda: restore(load(), engine.model, engine.optimizers, world), world)
+        loaded = _seconds(lambda: restore(load(), run.model, run.optimizers, world), world)
         read["load"] = loaded - read["verify"]
-    train(engine, engine.step + 1)
+    train(run, run.step + 1)
 
     def copy(step: int) -> None:
-        tree = engine.snapshot()
+        tree = run.snapshot()
         if world.is_main:
-            saver.save(step, *tree, copied=engine.plan.sharded)
+            saver.save(step, *tree, copied=run.plan.sharded)
 
-    sizes = [x.nbytes for x in tree_leaves(engine.snapshot()) if isinstance(x, Tensor)]
+    sizes = [x.nbytes for x in tree_leaves(run.snapshot()) if isinstance(x, Tensor)]
     try:
-        for step in range(engine.step, engine.step + asked.rounds):
+        for step in range(run.step, run.step + asked.rounds):
             trainer.recorder.publish()
-            check = _seconds(engine.check_weights, world)
+            check = _seconds(run.check_weights, world)
             copied = _seconds(partial(copy, step), world)
             row = {
                 "check": check,
@@ -97,7 +97,7 @@ def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
             rows[-1]["bytes"] = sum(sizes)
     finally:
         saver.close()
-        engine.loader.close()
+        run.loader.close()
     return world, rows
 
 

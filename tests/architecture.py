@@ -15,8 +15,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 PARTS = {
     "A run, from the command line to the last checkpoint": (
         "train", "fastgpt/cli", "fastgpt/config/config", "fastgpt/config/recipes",
-        "fastgpt/train/resume", "fastgpt/train/trainer",
-        "fastgpt/train/engine", "fastgpt/parallel/distributed",
+        "fastgpt/train/trainer", "fastgpt/train/plan", "fastgpt/train/build", "fastgpt/train/loop",
+        "fastgpt/train/recorder", "fastgpt/train/resume", "fastgpt/parallel/distributed",
     ),
     "The model and its optimizers": (
         "fastgpt/config/model", "fastgpt/model/gpt", "fastgpt/model/block", "fastgpt/model/layers",

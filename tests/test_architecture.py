@@ -19,9 +19,9 @@ def test_the_core_stays_below_its_ceiling():
 def test_imports_of_the_core_are_seen():
     found = architecture.imported("fastgpt/train/trainer")
     assert {
-        "fastgpt/train/engine",
-        "fastgpt/checkpoint/checkpoint",
-        "fastgpt/run/directory",
+        "fastgpt/train/plan",
+        "fastgpt/train/build",
+        "fastgpt/train/loop",
     } <= found
     assert architecture.imported("kernels/attention/forward") == {"kernels/runtime"}
     assert "kernels/attention/forward" in architecture.imported("kernels/attention/backward")

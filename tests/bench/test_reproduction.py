@@ -35,13 +35,13 @@ SLOW = ("lecture-residual", "lecture-layernorm")  # lecture-gpt-small has their 
 )
 def test_each_system_is_on_its_way(recipe, shakespeare, one_thread):
     steps, expected = EARLY[recipe]
-    engine = build(
+    run = build(
         resolve(configure([recipe, "--train.device", "cpu", "--data.eval-tokens", "32768"]))
     )
-    with closing(engine.loader):
+    with closing(run.loader):
         for _ in range(steps):
-            train(engine, engine.step + 1)
-    [(loss, targets)] = engine.evaluate("val")
+            train(run, run.step + 1)
+    [(loss, targets)] = run.evaluate("val")
     assert targets == 32768
     assert loss == pytest.approx(expected, abs=0.05)
 

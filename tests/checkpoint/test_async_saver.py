@@ -41,16 +41,16 @@ def opened(monkeypatch):
 @pytest.mark.cpu  # saved in line, tensors of CUDA say that they were there
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_files_are_those_of_a_save_in_line_though_training_goes_on(tiny, tmp_path, opened, kind):
-    engine = Trainer(configure(tiny(f"--optim.kind {kind}"))).run
+    run = Trainer(configure(tiny(f"--optim.kind {kind}"))).run
     with closing(Saver(tmp_path / "thread", **FIXED)) as saver:
         for _ in range(2):  # the second time the memory is there
             opened.clear()
-            train(engine, engine.step + 1)
-            tree = {"weights": engine.model.state_dict(), "state": engine.state()}
-            saver.save(engine.step, **tree)
-            assert saver.has(engine.step)
-            expected = checkpoint.save(tmp_path / "in-line", engine.step, **tree, **FIXED)
-            train(engine, engine.step + 1)
+            train(run, run.step + 1)
+            tree = {"weights": run.model.state_dict(), "state": run.state()}
+            saver.save(run.step, **tree)
+            assert saver.has(run.step)
+            expected = checkpoint.save(tmp_path / "in-line", run.step, **tree, **FIXED)
+            train(run, run.step + 1)
             found = tmp_path / "thread" / expected.name
             assert not found.exists()
             opened.set()

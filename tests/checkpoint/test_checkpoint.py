@@ -313,7 +313,7 @@ def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):
 
 
 def test_weights_that_are_finite_may_have_a_sum_that_is_not(tiny):
-    engine = Trainer(configure(tiny())).run
+    run = Trainer(configure(tiny())).run
     with torch.no_grad():
-        engine.model.get_parameter("wte.weight")[200:204] = 3e38
-    engine.check_weights()
+        run.model.get_parameter("wte.weight")[200:204] = 3e38
+    run.check_weights()

@@ -122,9 +122,9 @@ def test_a_file_is_read_as_the_folder_that_it_was_made_from(
         ids[-1] += tuple(tokenizer.encode("".join(TEXTS)).tolist())
     assert ids[0] == ids[1]
     if dtype == "q4_1":
-        engine = build(resolve(configure(argv(tmp_path / "a.gguf"))))
-        engine.loader.close()
-        assert engine.plan.config.model.rotary_base == 5e5
+        run = build(resolve(configure(argv(tmp_path / "a.gguf"))))
+        run.loader.close()
+        assert run.plan.config.model.rotary_base == 5e5
 
 
 def test_words_are_cut_as_the_models_own_tokenizers_do():

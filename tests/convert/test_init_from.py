@@ -40,12 +40,12 @@ def hf(tmp_path):
     return folder
 
 
-def begins_with_the_loss_of(engine, logits):
-    x, y = engine.loader.next()
-    assert x.shape[1] == engine.plan.config.model.context
+def begins_with_the_loss_of(run, logits):
+    x, y = run.loader.next()
+    assert x.shape[1] == run.plan.config.model.context
     with torch.no_grad():
         expected = F.cross_entropy(logits(x).flatten(0, 1), y.flatten())
-        torch.testing.assert_close(engine.model(x, y), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(run.model(x, y), expected, rtol=1e-5, atol=0)
 
 
 def test_the_command_reads_the_model_once(hf, argv, monkeypatch, capsys):
@@ -68,15 +68,15 @@ def test_the_loss_begins_at_the_models_own_and_falls(context, hf, argv, tmp_path
     model = AutoModelForCausalLM.from_pretrained(hf)
     run = saved_run(tmp_path / "llama", ByteTokenizer(), vocab_size=BYTES, **LLAMA)
     for source, logits in ((hf, lambda x: model(x).logits), (run, fastgpt.load(run)[0])):
-        engine = build(
+        live = build(
             resolve(configure(argv(source, f"--model.context {context}", "finetune-gpt2")))
         )
-        assert engine.plan.config.model.dropout_at("residual") == 0
-        begins_with_the_loss_of(engine, logits)
-        [(before, _)] = engine.evaluate("val")
+        assert live.plan.config.model.dropout_at("residual") == 0
+        begins_with_the_loss_of(live, logits)
+        [(before, _)] = live.evaluate("val")
         for _ in range(5):
-            train(engine, engine.step + 1)
-        [(after, _)] = engine.evaluate("val")
+            train(live, live.step + 1)
+        [(after, _)] = live.evaluate("val")
         assert after < before - 0.1
 
 
@@ -86,8 +86,8 @@ def test_files_of_other_programs_need_a_tokenizer(argv, tmp_path):
         run = saved_run(tmp_path / kind, vocab_size=BYTES, activation=activation)
         source = foreign(run, kind, tmp_path / file)
         refused(argv(source), rf"{file} has no tokenizer: pass .*tokenizer gpt2")
-        engine = build(resolve(configure(argv(source, "--data.tokenizer bytes"))))
-        begins_with_the_loss_of(engine, fastgpt.load(run)[0])
+        live = build(resolve(configure(argv(source, "--data.tokenizer bytes"))))
+        begins_with_the_loss_of(live, fastgpt.load(run)[0])
 
 
 def test_a_run_says_where_it_came_from_and_resumes_without_its_source(hf, argv, tmp_path):

@@ -15,10 +15,10 @@ from tests.runs import finish, series, torchrun
 FLAGS = "--train.skip-nonfinite 2 --eval-every 0"
 
 
-def poison(engine, at, value):
+def poison(run, at, value):
     """Makes the loss of the given steps infinite or NaN, from a gradient on."""
-    forward = engine.forward
-    engine.forward = lambda x, y: forward(x, y) * (value if engine.step + 1 in at else 1.0)
+    forward = run.forward
+    run.forward = lambda x, y: forward(x, y) * (value if run.step + 1 in at else 1.0)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -38,8 +38,8 @@ def test_a_skipped_step_changes_nothing_bit_for_bit(tiny, kind, value):
             assert skipping.finite_loss() == without.finite_loss()
         trees = [[e.model.state_dict()] for e in (skipping, without)]
         if step > 1:  # before, the one without has no moments, and the other zeros
-            for tree, engine in zip(trees, (skipping, without)):
-                tree.append(engine.state()["optimizers"])
+            for tree, run in zip(trees, (skipping, without)):
+                tree.append(run.state()["optimizers"])
         for ours, wanted in zip(*map(tree_leaves, trees), strict=True):
             if isinstance(ours, torch.Tensor):
                 ours, wanted = (
@@ -47,8 +47,8 @@ def test_a_skipped_step_changes_nothing_bit_for_bit(tiny, kind, value):
                 )
                 assert torch.equal(ours, wanted)
     assert skipping.finite.skipped == 2
-    for engine in (skipping, without):
-        engine.loader.close()
+    for run in (skipping, without):
+        run.loader.close()
 
 
 ONE_RANK_IS_WRONG = """
@@ -99,17 +99,17 @@ def test_ranks_skip_the_step_together(flags, fit, tiny, tmp_path, monkeypatch):
 
 
 def test_after_as_many_in_a_row_the_run_stops_and_names_the_first(tiny, capfd):
-    engine = build(resolve(configure(tiny(FLAGS))))
-    poison(engine, (2, 4, 5), torch.nan)
+    run = build(resolve(configure(tiny(FLAGS))))
+    poison(run, (2, 4, 5), torch.nan)
     for _ in range(4):
-        train(engine, engine.step + 1)
-        engine.finite_loss()
-    train(engine, engine.step + 1)
-    train(engine, engine.step + 1)  # a finite one again: the next log line finds out
+        train(run, run.step + 1)
+        run.finite_loss()
+    train(run, run.step + 1)
+    train(run, run.step + 1)  # a finite one again: the next log line finds out
     said = r"^step 4: not finite for 2 steps in a row or longer; at step 6 .*: the gradient of \S+$"
     with pytest.raises(UserError, match=said):
-        engine.finite_loss()
-    engine.loader.close()
+        run.finite_loss()
+    run.loader.close()
 
 
 def test_fp16_skips_by_itself():

@@ -32,17 +32,17 @@ def short(monkeypatch):
 def test_losses_are_those_of_a_loop_by_hand_that_goes_back(tiny):
     plain = "--optim.grad-clip 0 --optim.weight-decay 0 --optim.beta2 0.95"
     said, batches = [], []
-    engine = build(resolve(configure(tiny(FLAGS, plain))), said.append)
+    run = build(resolve(configure(tiny(FLAGS, plain))), said.append)
     said.clear()
-    read = engine.loader.next
-    engine.loader.next = lambda: batches.append(read()) or batches[-1]
-    by_hand = copy.deepcopy(engine.model)
-    poison(engine, SPIKES, 30.0)
+    read = run.loader.next
+    run.loader.next = lambda: batches.append(read()) or batches[-1]
+    by_hand = copy.deepcopy(run.model)
+    poison(run, SPIKES, 30.0)
     found = []
     for _ in range(30):
-        train(engine, engine.step + 1)
-        found.append(float(engine.loss))
-    engine.loader.close()
+        train(run, run.step + 1)
+        found.append(float(run.loss))
+    run.loader.close()
     optimizer = torch.optim.AdamW(by_hand.parameters(), 1e-3, (0.8, 0.95), weight_decay=0.0)
     expected, kept = [], {}
     for step, (x, y) in enumerate(batches, start=1):
@@ -58,8 +58,8 @@ def test_losses_are_those_of_a_loop_by_hand_that_goes_back(tiny):
         optimizer.step()
         kept[step] = copy.deepcopy((by_hand.state_dict(), optimizer.state_dict()))
     assert found == pytest.approx(expected, rel=1e-5)
-    assert engine.spikes is not None
-    assert engine.spikes.total == 2
+    assert run.spikes is not None
+    assert run.spikes.total == 2
     assert len(said) == 2
     words = r"^step 18: the training loss is .*, over .* go back to those of step 15$"
     assert re.search(words, said[0])

@@ -120,13 +120,13 @@ def test_a_chat_is_that_of_transformers_alone_and_in_a_batch(theirs, ours, folde
 def test_training_goes_as_with_transformers(theirs, tmp_path, monkeypatch):
     chats = [{"prompt": f"What is {i} + {i}?", "completion": f"It is {2 * i}."} for i in range(24)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    engine = build(resolve(configure([
+    run = build(resolve(configure([
         "baby", *FLAGS.split(), "--init-from", str(PLACE / FILE),
         "--data.source", str(tmp_path / "chats.jsonl"), "--run-dir", str(tmp_path / "run"),
     ])))  # fmt: skip
-    model, optim, batches = copy.deepcopy(theirs[0]), engine.plan.config.optim, []
-    read_next = engine.loader.next
-    monkeypatch.setattr(engine.loader, "next", lambda: batches.append(read_next()) or batches[-1])
+    model, optim, batches = copy.deepcopy(theirs[0]), run.plan.config.optim, []
+    read_next = run.loader.next
+    monkeypatch.setattr(run.loader, "next", lambda: batches.append(read_next()) or batches[-1])
     decays = {True: optim.weight_decay, False: 0.0}
     groups = [
         {"params": [x for x in model.parameters() if (x.dim() > 1) == wide], "weight_decay": decay}
@@ -135,7 +135,7 @@ def test_training_goes_as_with_transformers(theirs, tmp_path, monkeypatch):
     optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(optim.beta1, optim.beta2))
     first = None
     for _ in range(20):
-        train(engine, engine.step + 1)
+        train(run, run.step + 1)
         x, y = batches[-1]
         loss = F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten())
         optimizer.zero_grad()
@@ -143,9 +143,9 @@ def test_training_goes_as_with_transformers(theirs, tmp_path, monkeypatch):
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
         optimizer.step()
         first = first or loss.item()
-        assert float(engine.loss) == pytest.approx(loss.item(), abs=1e-4)
+        assert float(run.loss) == pytest.approx(loss.item(), abs=1e-4)
     assert loss.item() < first / 2
-    engine.loader.close()
+    run.loader.close()
 
 
 def test_openais_package_gets_the_answer_of_the_served_file(ours, folder):

@@ -177,9 +177,9 @@ def test_other_programs_begin_our_conversations_as_we_do(fit, chats, tmp_path):
 
 def test_the_loss_is_that_of_the_answers(tiny, chats):
     rows = [{"messages": TALK[:2]}, {"prompt": "why", "completion": "because"}, {"messages": TALK}]
-    engine = build(resolve(configure(tiny(FLAGS, chats(*rows)))))
-    x, y = engine.loader.next()
-    logits = engine.model(x)[..., :256]
+    run = build(resolve(configure(tiny(FLAGS, chats(*rows)))))
+    x, y = run.loader.next()
+    logits = run.model(x)[..., :256]
     losses = []
     for row in rows[:2]:
         messages = row.get("messages") or [
@@ -192,9 +192,9 @@ def test_the_loss_is_that_of_the_answers(tiny, chats):
         answer = torch.tensor(list(text[begin:]))
         placed = logits[mine, begin - 1 : len(text) - 1]
         losses.extend(F.cross_entropy(placed, answer, reduction="none"))
-    engine.loader.close()
+    run.loader.close()
     assert len(losses) == (y >= 0).sum()
-    assert engine.forward(x, y).item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    assert run.forward(x, y).item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
 
 
 def test_a_conversation_is_learnt_by_heart(fit, chats, monkeypatch, capsys):

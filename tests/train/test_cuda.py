@@ -69,15 +69,15 @@ def test_gpt_on_cuda_is_the_gpt_on_the_cpu(asked, options, precision, bound):
 
 
 def test_a_step_waits_for_nothing(tiny):
-    engine = build(resolve(configure(on_cuda(tiny, "--train.compile off"))))
+    run = build(resolve(configure(on_cuda(tiny, "--train.compile off"))))
     for _ in range(2):
-        train(engine, engine.step + 1)
+        train(run, run.step + 1)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        train(engine, engine.step + 1)
+        train(run, run.step + 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        engine.loader.close()
+        run.loader.close()
 
 
 def test_collectives_of_one_rank_hand_back_what_they_got(tmp_path):

@@ -72,15 +72,15 @@ def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length
 
 def test_loss_is_the_mean_over_all_targets_and_no_filling(tiny, documents):
     trainer = Trainer(configure(tiny(documents, PLAIN, "--steps 1 --train.micro-batch 1")))
-    engine = trainer.run
-    corpus = engine.plan.data.corpora[0]
+    run = trainer.run
+    corpus = run.plan.data.corpora[0]
     eot = corpus.tokenizer.eot_id
 
     def losses(samples):
         found = []
         for ids in samples:
             ids = torch.tensor([ids])
-            logits = engine.model(ids[:, :-1])[0]
+            logits = run.model(ids[:, :-1])[0]
             found.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
         return torch.cat(found).detach()
 
@@ -91,7 +91,7 @@ def test_loss_is_the_mean_over_all_targets_and_no_filling(tiny, documents):
         return {a: [*tokens[a:b], eot][:33] for a, b in zip(starts, ends)}
 
     train = cut("train")
-    first = engine.plan.data.orders(32, trainer.config.seed)[0].take(0, 0, 4)[0].tolist()
+    first = run.plan.data.orders(32, trainer.config.seed)[0].take(0, 0, 4)[0].tolist()
     expected = losses(train[start] for start in first).mean()
     held_out = losses(cut("val").values())
     assert len({len(train[start]) for start in first}) > 1

@@ -142,10 +142,10 @@ def test_z_loss_reaches_the_training_loss_alone(fit, tiny, tmp_path):
     flags = "--train.z-loss 0.01 --steps 1"
     plain, run = fit(f"--steps 1 --run-dir {tmp_path / 'plain'}"), fit(flags)
     assert series(run, "val_loss")[0] == series(plain, "val_loss")[0]
-    engine = build(resolve(configure(tiny("--steps 1"))))
-    engine.model.z_loss = 0.01
-    loss = engine.model(*engine.loader.next())
-    engine.loader.close()
+    live = build(resolve(configure(tiny("--steps 1"))))
+    live.model.z_loss = 0.01
+    loss = live.model(*live.loader.next())
+    live.loader.close()
     assert series(run, "train_loss")[1] == pytest.approx(loss.item(), rel=1e-6)
     assert configure(["--resume", str(run)]).train.z_loss == 0.01
     config = json.loads((run / "config.json").read_text())

@@ -81,16 +81,16 @@ from fastgpt.train.plan import configure, resolve
 # pieces of about a block, as are the 25 MiB of gpt2-124m
 whole = parallelize.DistributedDataParallel
 parallelize.DistributedDataParallel = functools.partial(whole, bucket_cap_mb=1)
-engine = build(resolve(configure(sys.argv[1:])))
+run = build(resolve(configure(sys.argv[1:])))
 for _ in range(2):
-    train(engine, engine.step + 1)
+    train(run, run.step + 1)
 with simgpu.trace() as works:
-    train(engine, engine.step + 1)
+    train(run, run.step + 1)
 backward = [x for x in works if x.thread != threading.get_native_id()]
 moved = [0 if x.name.startswith("nccl") else x.read + x.written for x in backward]
 sent = next(i for i, x in enumerate(backward) if x.name in ("ncclAllReduce", "ncclReduceScatter"))
 print("SENT", sum(moved[:sent]) / sum(moved), backward[sent].name)
-engine.loader.close()
+run.loader.close()
 """
 FLAGS = (
     "baby --model.num-layers 12 --model.dim 128 --model.num-heads 2 --model.context 64"

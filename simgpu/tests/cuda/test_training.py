@@ -194,18 +194,18 @@ from fastgpt.train.build import build
 from fastgpt.train.loop import train
 from fastgpt.train.plan import configure, resolve
 from simgpu.launches import launched
-engine, stop = build(resolve(configure(sys.argv[1:]))), StopSignal(print)
+run, stop = build(resolve(configure(sys.argv[1:]))), StopSignal(print)
 steps = []
 for _ in range(6):
     before, stats, kernels = simgpu.counts(), torch.cuda.memory_stats(), launched.total()
-    train(engine, engine.step + 1, stop=stop)
+    train(run, run.step + 1, stop=stop)
     got, now = simgpu.counts() - before, torch.cuda.memory_stats()
     kept = "allocated_bytes.all.current", "num_sync_all_streams"  # empty_cache adds to the latter
     more = {name: now[name] - stats[name] for name in kept if now[name] != stats[name]}
     names = ["operator", "copy to the device", "copy to the host", "copy on the device", "wait",
              "wait in a copy", "cudaMalloc"]
     steps.append([*(got[name] for name in names), launched.total() - kernels])
-engine.loader.close()
+run.loader.close()
 torch.cuda.synchronize()  # which finds pinned memory that changed before it was copied
 assert steps[4] == steps[5], steps
 assert not more, f"the last step leaves {more}"
@@ -217,12 +217,12 @@ WAITS = """
 import sys, simgpu
 from fastgpt.train.build import build
 from fastgpt.train.plan import configure, resolve
-engine = build(resolve(configure(sys.argv[1:])))
-engine.evaluate("val")
+run = build(resolve(configure(sys.argv[1:])))
+run.evaluate("val")
 before = simgpu.waits()
-engine.evaluate("val")
+run.evaluate("val")
 print("WAITS", sum((simgpu.waits() - before).values()))
-engine.loader.close()
+run.loader.close()
 """
 
 

@@ -1,4 +1,4 @@
-"""The engine's steps where memory runs out or numbers are not finite, simulated on a CPU."""
+"""The run's steps where memory runs out or numbers are not finite, simulated on a CPU."""
 
 import math
 
@@ -96,22 +96,22 @@ def test_one_rank_without_memory_ends_all(tiny, tmp_path):
 
 
 def test_an_overflow_of_fp16_is_not_reported_for_a_later_failure(tiny):
-    engine = build(resolve(configure(tiny("--optim.kind adamw --steps 20"))))
-    engine.optimizers.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    weights = dict(engine.model.named_parameters())
+    run = build(resolve(configure(tiny("--optim.kind adamw --steps 20"))))
+    run.optimizers.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    weights = dict(run.model.named_parameters())
     for name, steps in {"wte.weight": [1], "h.0.mlp.c_fc.weight": range(4, 9)}.items():
 
         def spoilt(gradient, steps=steps):
-            return gradient * (math.inf if engine.step + 1 in steps else 1)
+            return gradient * (math.inf if run.step + 1 in steps else 1)
 
         weights[name].register_hook(spoilt)
     for _ in range(3):
-        train(engine, engine.step + 1)
-        engine.finite_loss()
-    assert engine.optimizers.scaler.get_scale() == 2.0  # of the overflow
+        train(run, run.step + 1)
+        run.finite_loss()
+    assert run.optimizers.scaler.get_scale() == 2.0  # of the overflow
     for _ in range(2):
-        train(engine, engine.step + 1)
+        train(run, run.step + 1)
     said = r"^step 4: not finite; at step 5 .*: the gradient of h.0.mlp.c_fc.weight$"
     with pytest.raises(UserError, match=said):
-        engine.finite_loss()
-    engine.loader.close()
+        run.finite_loss()
+    run.loader.close()
