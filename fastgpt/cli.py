@@ -51,14 +51,15 @@ def answer(argv: Sequence[str]) -> str | None:
     if "--print-config" in argv:
         return to_yaml(configure([word for word in argv if word != "--print-config"])).rstrip()
     if asked := {"--help", "-h"} & {*argv}:
-        defaults = find_defaults([word for word in argv if word not in asked], header=False)
+        words = [word for word in argv if word not in asked]
+        default, of, _ = find_defaults(words, header=False)
         return flags.help_text(
             Config,
             prog=f"{command('python train.py')} [RECIPE]",
-            default=defaults.config,
+            default=default,
             about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby;"
             " --list-recipes lists them all. --print-config prints all settings as YAML, and"
-            f" --config FILE reads them. The flags' defaults come from {defaults.of}.",
+            f" --config FILE reads them. The flags' defaults come from {of}.",
         )
     return None
 

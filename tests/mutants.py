@@ -35,7 +35,7 @@ GROUPS = {  # path:function, and " jit" behind device code; the first that fits
     "launchers": r"kernels/.*",
     "data": r"fastgpt/data/(loader|order|shards|dataset|writing)\.py.*",
     "checkpoint": r"fastgpt/(checkpoint/checkpoint|files)\.py.*",
-    "train": r"fastgpt/(train/(build|loop|optim)|parallel/(distributed|signals)|faults/failure)\.py.*",
+    "train": r"fastgpt/(train/(build|loop|optim)|parallel/(distributed|signals)|faults/\w+)\.py.*",
 }
 # Never drawn: tools that prove kernels and run none, what they compile, command lines.
 LEFT_OUT = r"kernels/(aot|sass|tune|predict|parity|proof|\w*/?spec)|.*\b(main|parse|\w*cases?)\b"

@@ -52,48 +52,41 @@ OTHERS = {
 # --- the settings ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """Defaults of the flags of one command line."""
-
-    config: Config
-    of: str
-    """Words for the help: where they come from."""
-    flags: list[str]
-    """The words of the command line that are left: flags and their values."""
-
-
 def configure(argv: Sequence[str]) -> Config:
     """Returns the settings that a command line `[RECIPE] [--FLAG VALUE ...]` asks for.
 
     Raises:
         UserError: unknown recipe, flag or run, or an impossible value.
     """
-    defaults = find_defaults(argv)
-    names = [word.split("=")[0].replace("_", "-") for word in defaults.flags]
+    default, _, words = find_defaults(argv)
+    names = [word.split("=")[0].replace("_", "-") for word in words]
     if found := [name for name in names if name.startswith("--") and name[2:] in OTHERS]:
         ours = ", ".join(f"{name} is {OTHERS[name[2:]]}" for name in found)
         raise UserError(f"flags of other programs, which have other names here: {ours}")
     config = flags.parse(
-        Config, defaults.flags, prog=f"{command('python train.py')} [RECIPE]",
-        default=defaults.config, first="one recipe",
+        Config, words, prog=f"{command('python train.py')} [RECIPE]",
+        default=default, first="one recipe",
     )  # fmt: skip
     if {"--steps", "--epochs"} <= {*names}:
         raise UserError("--steps and --epochs are both given: expected one of them")
     if "--steps" in names:
         config = replace(config, epochs=None)
-    if defaults.config.resume is not None:  # not the word `auto`, but the run that it found
-        return replace(config, resume=defaults.config.resume)
+    if default.resume is not None:  # not the word `auto`, but the run that it found
+        return replace(config, resume=default.resume)
     if config.init_from is not None:
         check_architecture(config, read_header(config.init_from))
     return config
 
 
-def find_defaults(argv: Sequence[str], header: bool = True) -> Defaults:
-    """Finds the defaults of the flags: those of a recipe, a model, a file, or a run to resume.
+def find_defaults(argv: Sequence[str], header: bool = True) -> tuple[Config, str, list[str]]:
+    """Finds the defaults of a command line's flags: a recipe's, a model's, a file's or a run's.
 
     Args:
         header: False to leave out the architecture of the model that --init-from names.
+
+    Returns:
+        tuple[Config, str, list[str]]: the defaults, where they come from, and the words of the
+            flags and their values.
     """
     words = [*argv]
     named = words.pop(0) if words and not words[0].startswith("-") else None
@@ -119,11 +112,11 @@ def find_defaults(argv: Sequence[str], header: bool = True) -> Defaults:
     if resume is not None and (found := find_run(resume, run_dir and Path(run_dir), recipe)):
         run, path = found
         saved = _saved(run, resume, init_from, in_file)
-        return Defaults(replace(saved, run_dir=run, resume=str(path)), f"the run {run}", words)
+        return replace(saved, run_dir=run, resume=str(path)), f"the run {run}", words
     init_from = default.init_from if init_from is None else init_from
     if header and init_from not in (None, "None"):
         default = with_settings(with_architecture(plain, init_from), settings, file)
-    return Defaults(default, about, words)
+    return default, about, words
 
 
 def _pop_value(words: list[str], flag: str) -> tuple[str | None, list[str]]:
