@@ -64,9 +64,9 @@ def select(
 ) -> Ops:
     """Resolves `auto`, and checks that the implementations asked for run on `device`.
 
-    On a CPU `blocked` attention and `packed_rng` dropout are faster (`docs/performance.md`), with and
-    without torch.compile. `auto` never resolves to our Triton kernels by itself: the user, or
-    `fastgpt.autotune.choose` for a run on CUDA, asks for them.
+    On a CPU `blocked` attention and `packed_rng` dropout are faster (docs/performance.md). `auto`
+    never resolves to our Triton kernels by itself: the user, or `fastgpt.autotune.choose` for a run
+    on CUDA, asks for them.
 
     Args:
         chosen: implementations by the names of ops, in place of the settings.
