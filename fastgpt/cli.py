@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fastgpt import flags
-from fastgpt.config.config import CONVERTED, Config, saved_config
+from fastgpt.config.config import COMMON, CONVERTED, Config, saved_config
 from fastgpt.config.files import INSTEAD, read_settings, to_yaml, with_settings
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.source import OpenedModel, read
@@ -75,7 +75,7 @@ def parse_with_source(argv: Sequence[str]) -> tuple[Config, OpenedModel | None]:
     if "--print-config" in argv:
         print_text(to_yaml(parse([flag for flag in argv if flag != "--print-config"])).rstrip())
         sys.exit()
-    asked = [flag for flag in argv if flag in ("--help", "-h", "--version")]
+    asked = [flag for flag in argv if flag in ("--help", "-h", "--help-all", "--version")]
     given = [flag for flag in argv if flag not in asked]
     named = given.pop(0) if given and not given[0].startswith("-") else None
     file, given = _config_file(given)
@@ -157,10 +157,11 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
         given,
         prog=f"{command('python train.py')} [RECIPE]",
         default=default,
-        about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby;"
-        " --list-recipes lists them all. --print-config prints all settings as YAML, and --config"
-        f" FILE reads them. The flags' defaults come from {of}.",
+        about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby."
+        " --list-recipes lists the recipes, and --help-all all flags. --print-config prints the"
+        f" settings as YAML, and --config FILE reads them. The flags' defaults come from {of}.",
         first="one recipe",
+        common=COMMON,
     )
     for steps, epochs in INSTEAD.items():
         pair = [f"--{name.replace('_', '-')}" for name in (steps, epochs)]

@@ -45,7 +45,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path",
+_WORDS = {bool: "True or False", int: "an integer", float: "a number", str: "text", Path: "a path",
           NoneType: "None", Ellipsis: "..."}  # fmt: skip
 
 

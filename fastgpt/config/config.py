@@ -272,6 +272,15 @@ class Config:
         return self.train.batch_tokens // self.model.context
 
 
+COMMON = (
+    "steps", "epochs", "seed", "run_dir", "resume", "init_from", "eval_every", "track",
+    "model.num_layers", "model.num_heads", "model.dim", "model.context", "model.dropout",
+    "data.source", "data.tokenizer", "optim.kind", "optim.lr", "train.batch_tokens",
+    "train.micro_batch", "train.device",
+)  # fmt: skip
+"""Settings that `train.py --help` shows."""
+
+
 def to_json(config: Config) -> str:
     """Writes settings as JSON, without `resume` and `run_dir` (of one command only)."""
     values = dataclasses.asdict(config)

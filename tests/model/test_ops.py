@@ -113,9 +113,7 @@ def test_kernels_where_they_cannot_run_are_refused(monkeypatch, op):
 
 
 def test_what_is_for_cpus_is_refused_elsewhere():
-    with pytest.raises(
-        UserError, match=r"--ops.attention is blocked: it runs on CPUs, not"
-    ):
+    with pytest.raises(UserError, match=r"--ops.attention is blocked: it runs on CPUs, not"):
         tables.select(OpsConfig(attention="blocked"), "cuda")
 
 
