@@ -11,7 +11,7 @@ import torch
 
 from fastgpt import flags
 from fastgpt.config.config import COMMON, CONVERTED, Config, saved_config
-from fastgpt.config.files import INSTEAD, read_settings, to_yaml, with_settings
+from fastgpt.config.files import read_settings, to_yaml, with_settings
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.source import OpenedModel, read
 from fastgpt.display import command
@@ -147,7 +147,7 @@ def _saved(run: Path, early: argparse.Namespace, recipe: str | None) -> Config:
 
 
 def _flags(default: Config, given: list[str], of: str) -> Config:
-    """Parses the flags over `default`; drops its epochs where --steps or --eval-every is given."""
+    """Parses the flags over `default`; drops its epochs where --steps is given."""
     names = [flag.split("=")[0].replace("_", "-") for flag in given]
     if found := [name for name in names if name.startswith("--") and name[2:] in OTHERS]:
         ours = ", ".join(f"{name} is {OTHERS[name[2:]]}" for name in found)
@@ -163,13 +163,9 @@ def _flags(default: Config, given: list[str], of: str) -> Config:
         first="one recipe",
         common=COMMON,
     )
-    for steps, epochs in INSTEAD.items():
-        pair = [f"--{name.replace('_', '-')}" for name in (steps, epochs)]
-        if {*pair} <= {*names}:
-            raise UserError(f"{pair[0]} and {pair[1]} are both given: expected one of them")
-        if pair[0] in names:
-            config = replace(config, **{epochs: None})
-    return config
+    if {"--steps", "--epochs"} <= {*names}:
+        raise UserError("--steps and --epochs are both given: expected one of them")
+    return replace(config, epochs=None) if "--steps" in names else config
 
 
 if __name__ == "__main__":

@@ -124,11 +124,14 @@ def flags_of(kind: Any, default: Any = None, section: str = "") -> Iterator[Flag
 
 def _texts(kind: Any) -> dict[str, str]:
     """Returns the text below each field of a dataclass, or about each argument of a function."""
-    if not is_dataclass(kind):
+    kinds = getattr(kind, "__mro__", ())  # the last one is object
+    if not kinds:
         return dict(re.findall(r"^ {8}(\w+): (.+)$", str(kind.__doc__), re.M))
     found: dict[str, str] = {}
-    for base in filter(is_dataclass, reversed(kind.__mro__)):
-        for field, below in pairwise(ast.parse(getsource(base)).body[0].body):
+    for base in reversed(kinds[:-1]):
+        [tree] = ast.parse(getsource(base)).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in pairwise(tree.body):
             match field, below:
                 case (
                     ast.AnnAssign(target=ast.Name(id=name)),

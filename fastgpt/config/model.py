@@ -21,7 +21,7 @@ class ModelConfig:
     """Model to build: a GPT, or one of the lecture's steps towards it (see fastgpt/model/build.py).
     The lecture's steps divide attention scores by the square root of the model's width, a GPT by
     that of the head's width."""
-    num_layers: Annotated[int, Range(words="1 to 256", ge=0, le=256)] = 12
+    num_layers: Annotated[int, Range("1 to 256", lambda x: 0 <= x <= 256)] = 12
     """Number of transformer blocks."""
     num_heads: Annotated[int, SIZE] = 12
     """Number of attention heads; it must divide model.dim."""
