@@ -182,10 +182,8 @@ class ParallelConfig:
         if self.tp > 1 and self.kind == "ddp":
             raise UserError(f"--parallel.tp is {self.tp}: expected --parallel.kind fsdp or hsdp")
         if self.shards is not None and self.kind != "hsdp":
-            raise UserError(
-                f"--parallel.shards is {self.shards}: expected None, because --parallel.kind"
-                f" {self.kind} has no groups"
-            )
+            expected = f"expected None, because --parallel.kind {self.kind} has no groups"
+            raise UserError(f"--parallel.shards is {self.shards}: {expected}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,8 +194,8 @@ class OpsConfig:
     """Implementation of attention. torch: the plain reference; sdpa: PyTorch's; blocked: ours, for
     CPUs; triton: our kernels, on CUDA; flash_attn: the package, on CUDA in bf16 or fp16."""
     loss: Literal["auto", "torch", "chunked"] = "auto"
-    """Implementation of the output head and its cross-entropy. chunked: ours, which saves
-    memory: it computes the logits of some tokens at a time."""
+    """Implementation of the output head and its cross-entropy. chunked: ours, which computes the
+    logits of some tokens at a time, to save memory."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of the other ops: normalisation with the residual sum before it, rotary
     positions, activation, and attention over the key/value cache. triton: our kernels, on CUDA."""
@@ -248,15 +246,11 @@ class Config:
         if self.run_dir is not None and self.run_dir == Path():
             raise UserError("--run-dir is the current directory: expected a folder of its own")
         if self.train.batch_tokens % self.model.context:
-            raise UserError(
-                f"--train.batch-tokens is {self.train.batch_tokens}: expected a multiple of"
-                f" --model.context, {self.model.context}"
-            )
+            expected = f"expected a multiple of --model.context, {self.model.context}"
+            raise UserError(f"--train.batch-tokens is {self.train.batch_tokens}: {expected}")
         if self.ops.attention == "flash_attn" and self.model.document_mask:
-            raise UserError(
-                "--ops.attention is flash_attn, which does not support --model.document-mask:"
-                " expected sdpa or triton"
-            )
+            lacks = "which does not support --model.document-mask: expected sdpa or triton"
+            raise UserError(f"--ops.attention is flash_attn, {lacks}")
 
     @property
     def global_batch(self) -> int:
