@@ -180,7 +180,7 @@ def print_rows(rows: list[measure.Row]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    bench = flags.parse(Bench, argv, prog="python -m bench")
+    bench = flags.command(Bench, argv, prog="python -m bench")
     on = device.pick_device(bench.device, "--device", ("cuda", "cpu"))
     peers.COMPILE_ON_CPU = bench.compiled
     todo, steps = chosen(bench, on), chosen_steps(bench, on)

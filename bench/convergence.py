@@ -124,7 +124,7 @@ def run(asked: Convergence) -> dict:
 
 
 def main(argv: list[str]) -> int:
-    asked = flags.parse(Convergence, argv, prog="python -m bench.convergence")
+    asked = flags.command(Convergence, argv, prog="python -m bench.convergence")
     row = run(asked)
     last = row["last"]
     print(

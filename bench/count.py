@@ -444,7 +444,7 @@ def run(bench: CountBench, say: Callable[[str], None] = print) -> Path:
 
 
 def main(argv: list[str]) -> None:
-    print(run(flags.parse(CountBench, argv, prog="python -m bench.count")))
+    print(run(flags.command(CountBench, argv, prog="python -m bench.count")))
 
 
 if __name__ == "__main__":

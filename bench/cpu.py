@@ -179,7 +179,7 @@ def text() -> str:
 
 
 def main(argv: list[str]) -> None:
-    account = flags.parse(Account, argv, prog="python -m bench.cpu")
+    account = flags.command(Account, argv, prog="python -m bench.cpu")
     rows = [run_process(recipe) for recipe in account.processes]
     records.show(PROCESS, map(process_cells, rows))
     print(records.Writer("cpu").write("process", *rows))

@@ -99,7 +99,7 @@ def _rate(loader: Loader, tokens: int, batches: int = 50) -> float:
 
 
 def main(argv: list[str]) -> None:
-    bench = flags.parse(DataBench, argv, prog="python -m bench.data")
+    bench = flags.command(DataBench, argv, prog="python -m bench.data")
     os.environ["FASTGPT_DATA"] = str(data_dir().absolute())
     alone, ours, memory, tokens = [], [], [], 0
     with tempfile.TemporaryDirectory() as name:

@@ -160,7 +160,7 @@ def measure(bench: GenerateBench) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str]) -> None:
-    bench = flags.parse(GenerateBench, argv, prog="python -m bench.generate")
+    bench = flags.command(GenerateBench, argv, prog="python -m bench.generate")
     if bench.recipe not in RECIPES:
         raise unknown_name("recipe", bench.recipe, RECIPES)
     rows = measure(bench)

@@ -87,7 +87,7 @@ def _call(op: Op, inputs: list[Tensor], which: str, _: None) -> None:
 
 
 def main(argv: list[str]) -> None:
-    rows = measure(flags.parse(Host, argv, prog="python -m bench.host"))
+    rows = measure(flags.command(Host, argv, prog="python -m bench.host"))
     lines = []
     for row in rows:
         figures = " ".join(f"{1e6 * row['seconds'][p]:.1f}" for p in ("p20", "p50", "p80"))

@@ -123,7 +123,7 @@ class Memory:
 
 
 def main(argv: list[str]) -> None:
-    asked = flags.parse(Memory, argv, prog="python -m bench.memory")
+    asked = flags.command(Memory, argv, prog="python -m bench.memory")
     if asked.recipe not in RECIPES:
         raise unknown_name("recipe", asked.recipe, RECIPES)
     if asked.batch < 1:

@@ -64,7 +64,7 @@ def measure(recipe: str, rounds: int) -> list[dict]:
 
 
 def main(argv: list[str]) -> None:
-    asked = flags.parse(MuonBench, argv, prog="python -m bench.muon")
+    asked = flags.command(MuonBench, argv, prog="python -m bench.muon")
     if asked.recipe not in RECIPES:
         raise unknown_name("recipe", asked.recipe, RECIPES)
     rows = measure(asked.recipe, asked.rounds)

@@ -98,7 +98,7 @@ def run_recipe(recipe: str, folder: Path) -> tuple[float, float]:
 
 
 def main(argv: list[str]) -> None:
-    race = flags.parse(Race, argv, prog="python -m bench.race")
+    race = flags.command(Race, argv, prog="python -m bench.race")
     os.environ["FASTGPT_DATA"] = str(data_dir().absolute())
     results: dict[str, list[tuple[float, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:

@@ -53,7 +53,7 @@ def measure(on: str, only: str) -> dict[str, float]:
 
 
 def main(argv: list[str]) -> int:
-    asked = flags.parse(Regress, argv, prog="python -m bench.regress")
+    asked = flags.command(Regress, argv, prog="python -m bench.regress")
     on = device.pick_device("auto", "--device", ("cuda", "cpu"))
     path = baseline(records.described(on)["device"])
     before = json.loads(path.read_text()) if path.exists() and not asked.save else {}

@@ -196,7 +196,7 @@ def publish() -> Path:
 
 
 def main(argv: list[str]) -> None:
-    report = flags.parse(Report, argv, prog="python -m bench.report")
+    report = flags.command(Report, argv, prog="python -m bench.report")
     print(publish() if report.publish else write_local())
 
 

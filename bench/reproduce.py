@@ -322,7 +322,7 @@ def _judged(target: Target, found: list[float]) -> tuple[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    options = flags.parse(Reproduce, argv, prog="python -m bench.reproduce")
+    options = flags.command(Reproduce, argv, prog="python -m bench.reproduce")
     console, on = Console(highlight=False), device.pick_device(options.device, "--device")
     name = records.described(on)["device"]
     page = records.RESULTS / records.LOCAL / PAGE.name

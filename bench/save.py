@@ -110,7 +110,7 @@ def _seconds(work: Callable[[], object], world: World) -> float:
 
 
 def main(argv: list[str]) -> None:
-    asked = flags.parse(Save, argv, prog="python -m bench.save")
+    asked = flags.command(Save, argv, prog="python -m bench.save")
     if asked.recipe not in RECIPES:
         raise unknown_name("recipe", asked.recipe, RECIPES)
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:

@@ -100,7 +100,7 @@ async def measure(bench: ServeBench, pid: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    bench = flags.parse(ServeBench, argv, prog="python -m bench.serve")
+    bench = flags.command(ServeBench, argv, prog="python -m bench.serve")
     config = replace(RECIPES[bench.recipe][1].model, vocab_size=256, dropout=0.0)
     with tempfile.TemporaryDirectory() as folder:
         run, weights = Path(folder, "run"), in_memory(GPT.from_config(config).state_dict())

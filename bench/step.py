@@ -305,7 +305,7 @@ def run(bench: StepBench) -> Path:
 
 
 def main(argv: list[str]) -> None:
-    print(run(flags.parse(StepBench, argv, prog="python -m bench.step")))
+    print(run(flags.command(StepBench, argv, prog="python -m bench.step")))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import fastgpt
 from fastgpt import flags
-from fastgpt.config.config import Config
+from fastgpt.config.config import COMMON, Config
 from fastgpt.config.files import to_yaml
 from fastgpt.config.recipes import RECIPES
 from fastgpt.display import command
@@ -50,16 +50,17 @@ def answer(argv: Sequence[str]) -> str | None:
         return "\n".join(f"  {name:<22} {about}" for name, (about, _) in RECIPES.items())
     if "--print-config" in argv:
         return to_yaml(configure([word for word in argv if word != "--print-config"])).rstrip()
-    if asked := {"--help", "-h"} & {*argv}:
+    if asked := {"-h", "--help", "--help-all"} & {*argv}:
         words = [word for word in argv if word not in asked]
         default, of, _ = find_defaults(words, header=False)
         return flags.help_text(
             Config,
+            default,
             prog=f"{command('python train.py')} [RECIPE]",
-            default=default,
-            about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby;"
-            " --list-recipes lists them all. --print-config prints all settings as YAML, and"
-            f" --config FILE reads them. The flags' defaults come from {of}.",
+            about="Trains a GPT. The default recipe is gpt2-124m where torch sees CUDA, else baby."
+            " --list-recipes lists the recipes, and --help-all all flags. --print-config prints the"
+            f" settings as YAML, and --config FILE reads them. The flags' defaults come from {of}.",
+            common=() if "--help-all" in asked else COMMON,
         )
     return None
 

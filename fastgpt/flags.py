@@ -3,18 +3,23 @@
 A command is a dataclass. Its field names are the flags, and the text below a field is its help.
 """
 
+import ast
 import io
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, is_dataclass
 from functools import partial, wraps
+from inspect import Parameter, getsource, signature
+from itertools import pairwise
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
 import fastgpt
-from fastgpt.config.checks import expected
+from fastgpt.config.checks import expected, flag
 from fastgpt.errors import UsageError, UserError, shown_in_one_line
 from fastgpt.terminal import print_text
 
@@ -25,45 +30,142 @@ def parse(
     kind: Callable[..., T],
     argv: Sequence[str],
     *,
-    prog: str,
     default: T | None = None,
-    about: str = "",
     first: str = "arguments",
 ) -> T:
-    """Parses `argv` into a `kind`; --help and --version print and exit.
+    """Parses `argv` into a `kind`.
 
     Args:
         default: the values of flags that are not given; by default the dataclass's.
-        about: first paragraph of the help; by default the dataclass's docstring.
         first: what comes before the flags, for the message about a word out of place.
 
     Raises:
         UsageError: a flag or value is unknown, missing or of the wrong type.
     """
-    if "--version" in argv:
-        print_text(f"fastgpt {fastgpt.__version__}")
-        sys.exit()
     options: dict[str, Any] = {} if default is None else {"default": default}
-    options |= {"prog": prog, "config": [tyro.conf.PositionalMetavarFromFieldName]}
-    help_text, complaint = io.StringIO(), io.StringIO()  # no terminals, so tyro writes no colours
+    options["config"] = [tyro.conf.PositionalMetavarFromFieldName]
+    complaint = io.StringIO()  # no terminal, so tyro writes no colours
     try:
-        with redirect_stdout(help_text), redirect_stderr(complaint):
-            return tyro.cli(kind, args=argv, description=about or kind.__doc__, **options)
-    except SystemExit as stopped:
-        if stopped.code:
-            said = _in_one_line(complaint.getvalue())
-            raise UsageError(_in_our_words(said, kind, argv, first)) from None
-        print_text(help_text.getvalue().rstrip())
-        raise
+        with redirect_stderr(complaint):
+            return tyro.cli(kind, args=argv, **options)
+    except SystemExit:
+        said = _in_one_line(complaint.getvalue())
+        raise UsageError(_in_our_words(said, kind, argv, first)) from None
     except UserError as error:
         raise UsageError(str(error)) from error
 
 
-def help_text(kind: Callable[..., T], *, prog: str, default: T, about: str) -> str:
-    said = io.StringIO()
-    with redirect_stdout(said), suppress(SystemExit):
-        tyro.cli(kind, args=["--help"], description=about, default=default, prog=prog)
-    return said.getvalue().rstrip()
+def command(kind: Callable[..., T], argv: Sequence[str], *, prog: str, about: str = "") -> T:
+    """Parses the flags of a command; --help and --version print and exit.
+
+    Args:
+        about: first paragraph of the help; by default the dataclass's docstring.
+
+    Raises:
+        UsageError: as `parse`.
+    """
+    if "--version" in argv:
+        print_text(f"fastgpt {fastgpt.__version__}")
+        sys.exit()
+    if {"-h", "--help"} & {*argv}:
+        print_text(help_text(kind, prog=prog, about=about))
+        sys.exit()
+    return parse(kind, argv)
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Field of a dataclass, or parameter of a function, as it is on the command line."""
+
+    name: str
+    hint: Any
+    default: Any
+    text: str
+
+    def has(self, mark: Any) -> bool:
+        return mark in getattr(self.hint, "__metadata__", ())
+
+    @property
+    def required(self) -> bool:
+        return self.default is Parameter.empty
+
+    @property
+    def spelled(self) -> str:
+        return self.name.upper() if self.has(tyro.conf.Positional) else flag(self.name)
+
+    @property
+    def first_sentence(self) -> str:
+        return re.split(r"(?<=\.) ", self.text)[0]
+
+    def title(self) -> str:
+        """Returns its names, its type and its default."""
+        kind, default = f": {expected(self.hint)}", self.default
+        for mark in getattr(self.hint, "__metadata__", ()):
+            kind = "".join(f", {x}" for x in getattr(mark, "aliases", None) or ()) + kind
+        if self.hint is bool:
+            section, dot, name = self.spelled[2:].rpartition(".")
+            kind = f", --{section}{dot}no-{name}"
+        if self.required or default in (None, "", ()):
+            return self.spelled + kind
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        return f"{self.spelled}{kind} (default: {shown})"
+
+
+def flags_of(kind: Any, default: Any = None, section: str = "") -> Iterator[Flag]:
+    """Yields the flags of a dataclass and of those in it, or of a function."""
+    texts, hints = _texts(kind), get_type_hints(kind, include_extras=True)
+    for name, parameter in signature(kind).parameters.items():
+        value = None if default is None else getattr(default, name)
+        if is_dataclass(hints[name]):
+            yield from flags_of(hints[name], value, f"{section}{name}.")
+            continue
+        value = parameter.default if default is None else value
+        found = Flag(section + name, hints[name], value, texts.get(name, ""))
+        if not found.has(tyro.conf.Suppress):
+            yield found
+
+
+def _texts(kind: Any) -> dict[str, str]:
+    """Returns the text below each field of a dataclass, or about each argument of a function."""
+    kinds = getattr(kind, "__mro__", ())  # the last one is object
+    if not kinds:
+        return dict(re.findall(r"^ {8}(\w+): (.+)$", str(kind.__doc__), re.M))
+    found: dict[str, str] = {}
+    for base in reversed(kinds[:-1]):
+        [tree] = ast.parse(getsource(base)).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in pairwise(tree.body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+def help_text(
+    kind: Any, default: Any = None, *, prog: str, about: str = "", common: Sequence[str] = ()
+) -> str:
+    """Returns the help of a command, at most 80 columns wide.
+
+    Args:
+        common: flags to show, with the first sentence of each; by default all with all they say.
+    """
+    known = sorted(flags_of(kind, default), key=lambda x: (x.spelled[:2] == "--", not x.required))
+    needed = (x.spelled + " VALUE" * (x.spelled[:2] == "--") for x in known if x.required)
+    fill = partial(textwrap.fill, width=80, break_on_hyphens=False, break_long_words=False)
+    about = " ".join((about or str(kind.__doc__)).split())
+    lines = [f"usage: {' '.join([prog, *needed])} [--FLAG VALUE ...]", "", fill(about), ""]
+    for x in known:
+        if x.name in common or not common:
+            text, gap = x.first_sentence if common else x.text, 6 * " "
+            lines.append(fill(x.title(), initial_indent="  ", subsequent_indent=gap))
+            lines.append(fill(text, initial_indent=gap, subsequent_indent=gap))
+    return "\n".join(lines)
 
 
 def run(main: Callable[..., None]) -> None:
@@ -71,7 +173,7 @@ def run(main: Callable[..., None]) -> None:
     with shown_in_one_line():
         given = wraps(main)(lambda *args, **flags: partial(main, *args, **flags))
         about = str(main.__doc__).partition("\n")[0]
-        parse(given, sys.argv[1:], prog=f"python {sys.argv[0]}", about=about)()
+        command(given, sys.argv[1:], prog=f"python {sys.argv[0]}", about=about)()
 
 
 def _in_one_line(box: str) -> str:
@@ -106,8 +208,6 @@ def _in_our_words(said: str, kind: Any, argv: Sequence[str], first: str) -> str:
     if (found := _WRONG_VALUE.match(said)) is None:
         return said
     name = found["flag"] or found["of"] or found["none"]
-    hint = kind
-    for part in name[2:].replace("-", "_").split("."):
-        hint = get_type_hints(hint, include_extras=True)[part]
+    [hint] = (x.hint for x in flags_of(kind) if x.spelled == name.replace("_", "-"))
     given = "has no value" if found["none"] else f"is {found['value'] or found['choice']}"
     return f"{name} {given}: expected {expected(hint)}"

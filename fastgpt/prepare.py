@@ -39,7 +39,7 @@ class Arguments(Settings):
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line `argv`, by default the process's own."""
     with shown_in_one_line():
-        arguments = flags.parse(
+        arguments = flags.command(
             Arguments,
             sys.argv[1:] if argv is None else argv,
             prog=command("python -m fastgpt.prepare"),

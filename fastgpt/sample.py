@@ -25,7 +25,7 @@ from fastgpt.sampling.streaming import stream
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
 from fastgpt.terminal import print_line, print_stream, print_text
 
-ONE_OR_MORE = Range(words="1 or more", ge=1)
+ONE_OR_MORE = Range("1 or more", lambda x: x >= 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,18 +46,18 @@ class SampleConfig:
     """Number of samples for each prompt."""
     tokens: Annotated[int, ONE_OR_MORE] = 300
     """Number of new tokens in each sample."""
-    temperature: Annotated[float, Range(words="0, or a number from 1e-6 on", ge=0)] = 0.8
+    temperature: Annotated[float, Range("0, or a number from 1e-6 on", lambda x: x >= 0)] = 0.8
     """Sampling temperature; 0 takes the likeliest token. Higher values are more varied."""
     top_k: Annotated[int | None, ONE_OR_MORE] = None
     """Number of likeliest tokens to sample from; by default all."""
-    top_p: Annotated[float | None, Range(words="a number in (0, 1]", gt=0, le=1)] = None
+    top_p: Annotated[float | None, Range("a number in (0, 1]", lambda x: 0 < x <= 1)] = None
     """Probability mass to sample from (nucleus sampling). Only the likeliest tokens that together
     reach it are kept; above 0 and at most 1, by default 1."""
     min_p: Annotated[float | None, SHARE] = None
     """Least probability of a token to sample, as a share of the likeliest one's; by default 0."""
-    repetition_penalty: Annotated[float, Range(words="a number from 0.1 to 10", ge=0.1, le=10)] = (
-        1.0
-    )
+    repetition_penalty: Annotated[
+        float, Range("a number from 0.1 to 10", lambda x: 0.1 <= x <= 10)
+    ] = 1.0
     """Factor by which tokens that the text already has become less likely; 1 is none."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text before which a sample ends. It may be repeated."""
@@ -107,7 +107,7 @@ def separated(texts: Sequence[str], each: int) -> str:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.parse(SampleConfig, argv, prog=command("python -m fastgpt.sample"))
+    config = flags.command(SampleConfig, argv, prog=command("python -m fastgpt.sample"))
     on = device.pick_device(config.device, "--device")
     precision = device.pick_precision(config.precision, on, "--precision")
     asked = OpsConfig(kernels=config.kernels)

@@ -3,16 +3,14 @@
 `tests/test_api.py` fails if the page is out of date, and runs the examples.
 """
 
-import ast
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import fields
-from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any
 
 from fastgpt import kernels
+from fastgpt.flags import flags_of
 from tests.processes import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
@@ -60,16 +58,11 @@ def entry(name: str) -> str:
 
 def field_texts(kind: Any) -> Iterator[tuple[str, str]]:
     """Yields the name of each flag of a dataclass, and its first sentence and default."""
-    defaults = {field.name: field.default for field in fields(kind) if "Suppress" not in str(field)}
-    for field, below in pairwise(ast.parse(inspect.getsource(kind)).body[0].body):
-        match field, below:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ) if name in defaults:
-                first = re.split(r"(?<=\.) ", " ".join(text.split()))[0].replace("<", "&lt;")
-                default = defaults[name]
-                yield name, first if default in (None, "") else f"{first} [{default}]"
+    for field in flags_of(kind):
+        if "." not in field.name:  # of a section
+            first = field.first_sentence.replace("<", "&lt;")
+            default = field.default
+            yield field.name, first if default in (None, "") else f"{first} [{default}]"
 
 
 def signature(thing: Any) -> str:

@@ -124,7 +124,7 @@ def table(every: dict[str, tuple[Any, Any]]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """Runs the command line `argv`, and returns the exit status."""
-    asked = flags.parse(Arguments, argv, prog="python -m fastgpt.compare")
+    asked = flags.command(Arguments, argv, prog="python -m fastgpt.compare")
     a, b = (Run(path.expanduser()) for path in asked.runs)
     every, found = facts(a, b), None
     differs = any(x != y and not HARMLESS.fullmatch(name) for name, (x, y) in every.items())

@@ -38,29 +38,28 @@ class DataConfig:
     """Data: text, tokenizer, sampling and evaluation."""
 
     source: str = "builtin"
-    """Text to train on: a name, file or folder. The names are builtin (the source code of this
-    Python's standard library), shakespeare, and those of fastgpt.prepare. A folder may also hold
-    token shards, ours or llm.c's; prepared:NAME is the folder $FASTGPT_DATA/NAME; prepared is
-    $FASTGPT_DATA/gpt2, or builtin if that is missing. A=0.7,B=0.3 mixes sources by weight."""
+    """Text to train on: a name, file or folder. Names are builtin (the source code of this Python's
+    library), shakespeare, and the names of fastgpt.prepare. A folder may hold token shards, ours or
+    llm.c's; prepared:NAME is the folder $FASTGPT_DATA/NAME; prepared is $FASTGPT_DATA/gpt2, or
+    builtin if that is missing. A=0.7,B=0.3 mixes sources by weight."""
     tokenizer: str = "auto"
     """Tokenizer: auto, bytes, chars, gpt2, or the path of a tokenizer.json. `auto` uses the one
     saved with the data, else chars for shakespeare and bytes for the rest; gpt2 for documents, if
     the recipe has GPT-2's vocabulary or needs to tell documents apart."""
-    val_fraction: Annotated[float, Range(words="a fraction in (0, 1)", gt=0, lt=1)] = 0.1
-    """Fraction of the data held out for validation, between 0 and 1: the end of a text, or this
-    share of a data set's documents."""
+    val_fraction: Annotated[float, Range("a fraction in (0, 1)", lambda x: 0 < x < 1)] = 0.1
+    """Fraction of the data held out for validation: the end of a text, or some documents."""
     sampling: Literal["epoch", "random-windows", "lecture"] = "epoch"
     """Sampling of the training data. epoch: each sample once per epoch, shuffled; random-windows:
-    windows drawn at random with replacement; lecture: the same, and each evaluation draws windows,
-    too, as many of the training as of the validation data."""
+    windows drawn at random with replacement; lecture: the same, and each evaluation draws
+    data.eval-tokens at random, from both the training and the validation data."""
     align: Literal["none", "bos", "document", "conversation"] = "none"
     """Alignment of samples to documents. none: windows that begin anywhere; bos: windows that begin
-    with a document; document: single documents, cut or padded to the context (padding does not
-    count in the loss); conversation: a JSONL file of conversations, of which only the answers count
-    in the loss, each padded to the context; with model.document-mask several share a row."""
+    with a document; document: single documents, cut or padded to the context; conversation: a JSONL
+    file of conversations, each padded to the context, or with model.document-mask several in a row.
+    Padding does not count in the loss; in a conversation only the answers count."""
     chat_template: str | None = None
-    """File with a chat template in Jinja, for data.align conversation. By default it is that of the
-    model to start from, else ChatML."""
+    """File with a chat template in Jinja, for data.align conversation. By default the model to
+    start from decides, else it is ChatML."""
     eval_tokens: Annotated[int, NOT_NEGATIVE] = 131_072
     """Number of validation tokens in an evaluation, the same ones each time; 0: all of them."""
     final_eval_tokens: Annotated[int, NOT_NEGATIVE] = 0
@@ -80,17 +79,15 @@ class OptimConfig:
     """Optimizer and learning rate."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """Optimizer: AdamW for all weights, or Muon for the blocks' matrices and AdamW for the
-    others."""
+    """Optimizer: AdamW for all weights, or Muon for the blocks' matrices and AdamW for the rest."""
     lr: Annotated[float, POSITIVE] = 6e-4
     """Peak learning rate of AdamW. With Muon it applies to the weights that AdamW still trains."""
     muon_lr: Annotated[float, POSITIVE] = 0.02
     """Peak learning rate of Muon. For each matrix it is scaled by sqrt(max(1, rows / columns))."""
     beta1: Annotated[float, FRACTION] = 0.9
-    """Decay of AdamW's running mean of the gradient, between 0 and 1. Muon's momentum is
-    (1 + beta1) / 2, a mean over twice as many steps."""
+    """Decay of AdamW's running mean of the gradient. Muon's momentum is (1 + beta1) / 2."""
     beta2: Annotated[float, FRACTION] = 0.95
-    """Decay of AdamW's running mean of the squared gradient, between 0 and 1."""
+    """Decay of AdamW's running mean of the squared gradient."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     """Decoupled weight decay, of matrices and embeddings only."""
     grad_clip: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -99,9 +96,9 @@ class OptimConfig:
     """Learning rate schedule after the warmup. `wsd` keeps the peak, and decays linearly over the
     last fifth of the steps."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of steps in which the learning rate rises linearly to its peak."""
+    """Number of steps over which the learning rate rises linearly to its peak."""
     min_lr_ratio: Annotated[float, SHARE] = 0.1
-    """Final learning rate, as a fraction of the peak from 0 to 1 (not for `constant`)."""
+    """Final learning rate, as a fraction of the peak (not for `constant`)."""
 
     def __post_init__(self) -> None:
         check_fields(self, "optim.")
@@ -115,40 +112,39 @@ class TrainConfig:
     """Training: batch, device, precision, loss, checkpoints and samples."""
 
     batch_tokens: Annotated[int, POSITIVE] = 524_288
-    """Batch size of one optimizer step, in tokens. It counts all ranks and micro-batches, and is a
-    multiple of model.context."""
+    """Number of tokens in one optimizer step, of all ranks; a multiple of model.context."""
     micro_batch: Annotated[int, POSITIVE] = 64
-    """Sequences computed at once (per process); fewer need less memory. Larger batches use gradient
-    accumulation."""
+    """Number of sequences that a rank computes at once; fewer need less memory. A larger batch
+    accumulates gradients."""
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = "auto"
     """Device to train on: cuda (NVIDIA, AMD), xpu (Intel), mps (Apple), cpu or auto. `auto` uses
     the first of them that torch sees; AMD's GPUs need a build of torch for ROCm."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Precision of autocast. `auto` uses bf16 if the hardware supports it, else fp32; a run that
-    is resumed on a CPU keeps its own."""
+    """Precision of autocast. `auto` uses bf16 if the hardware supports it, else fp32; a run that is
+    resumed on a CPU keeps its own."""
     residual: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of the residual stream, the sum that runs through all layers. bf16 halves what
-    the norms read and write, and needs precision bf16; auto: on CUDA, where that is, else fp32."""
+    """Number format of the residual stream. bf16 halves what the norms read and write, and needs
+    precision bf16; `auto` uses it on CUDA."""
     recompute: Recompute = "none"
-    """Activations that the backward computes again, to save memory. full: all of a block but its
-    input; selective: all but its attention, which is the slowest part of long texts; none: it keeps
-    them all. The results do not change."""
+    """Activations that the backward computes again, to save memory. full: all within a block;
+    selective: all but attention, which is the slowest part of long texts. The results do not
+    change."""
     compile: Literal["auto", "on", "off", "graphs"] = "auto"
     """Use of torch.compile. auto: on CUDA only; graphs: with CUDA graphs as well, on one GPU."""
     z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of the z-loss, the mean of log(sum(exp(logits)))^2, which is added to the training
-    loss only."""
+    """Weight of the z-loss, the mean of log(sum(exp(logits)))^2, in the training loss."""
     keep_checkpoints: Annotated[int, POSITIVE] = 3
     """Number of newest checkpoints to keep; the best one is kept as well."""
     skip_nonfinite: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of optimizer steps in a row, skipped because their loss or a gradient is not finite,
-    after which the run stops. A skipped step changes no weight. 0: the first one stops it."""
+    """Number of steps in a row with a loss or gradient that is not finite, after which the run
+    stops. Such a step changes no weight. 0: the first one stops the run."""
     spike_z: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Number of standard deviations above the mean of the last 100 steps at which the loss or the
-    gradient norm is a spike: the run then goes back to the weights and optimizer of at most 25
-    steps before, and does not use the batches since then again; 0: never. Each step waits for the
-    device."""
-    sample_tokens: Annotated[int, Range(words=f"0 to {MOST_TOKENS:,}", ge=0, le=MOST_TOKENS)] = 200
+    """Number of standard deviations above the mean of the last 100 steps that make a loss or a
+    gradient norm a spike. The run then goes back at most 25 steps, and skips the batches since
+    then; 0: never. Each step waits for the device."""
+    sample_tokens: Annotated[
+        int, Range(f"0 to {MOST_TOKENS:,}", lambda x: 0 <= x <= MOST_TOKENS)
+    ] = 200
     """Length of the sample shown with each evaluation, in tokens; 0: no sample."""
 
     def __post_init__(self) -> None:
@@ -166,17 +162,16 @@ class ParallelConfig:
     """Parallel training: how the ranks that torchrun starts share the work."""
 
     kind: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """Part of the model that each rank keeps. ddp: all of it; fsdp: a part of each weight, of its
-    gradient and of its optimizer state; hsdp: the same within groups of ranks, each of which has
-    the model."""
+    """Part of the model that each rank keeps. ddp: all of it; fsdp: a part of each weight, with its
+    gradient and optimizer state; hsdp: the same within a group of ranks."""
     shards: Annotated[int | None, POSITIVE] = None
-    """Number of ranks in a group of hsdp; by default those of a machine."""
+    """Number of ranks in a group of hsdp; by default the ranks of a machine."""
     cp: Annotated[int, POSITIVE] = 1
-    """Number of ranks that share each sequence (context parallelism), for long contexts whose
-    activations do not fit on one. The results do not change."""
+    """Number of ranks that share each sequence (context parallelism), for long contexts. The
+    results do not change."""
     tp: Annotated[int, POSITIVE] = 1
-    """Number of ranks that share the work of each layer (tensor parallelism; fsdp and hsdp), for
-    layers that are too large or too slow for one. The results do not change."""
+    """Number of ranks that share each layer (tensor parallelism; fsdp and hsdp), for large layers.
+    The results do not change."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which ranks exchange gradients (ddp) or weights (fsdp and hsdp). bf16 halves
     that traffic and rounds what it carries. With fsdp it rounds the weights of the normalisation
@@ -187,10 +182,8 @@ class ParallelConfig:
         if self.tp > 1 and self.kind == "ddp":
             raise UserError(f"--parallel.tp is {self.tp}: expected --parallel.kind fsdp or hsdp")
         if self.shards is not None and self.kind != "hsdp":
-            raise UserError(
-                f"--parallel.shards is {self.shards}: expected None, because --parallel.kind"
-                f" {self.kind} has no groups"
-            )
+            expected = f"expected None, because --parallel.kind {self.kind} has no groups"
+            raise UserError(f"--parallel.shards is {self.shards}: {expected}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,12 +191,11 @@ class OpsConfig:
     """Implementation of each op. `auto` uses the fastest one that is correct on the device."""
 
     attention: Literal["auto", "torch", "sdpa", "blocked", "triton", "flash_attn"] = "auto"
-    """Implementation of attention. torch: the plain reference; sdpa: PyTorch's fused attention;
-    blocked: ours, for CPUs; triton: our kernels, on CUDA; flash_attn: the package flash-attn, on
-    CUDA in bf16 or fp16."""
+    """Implementation of attention. torch: the plain reference; sdpa: PyTorch's; blocked: ours, for
+    CPUs; triton: our kernels, on CUDA; flash_attn: the package, on CUDA in bf16 or fp16."""
     loss: Literal["auto", "torch", "chunked"] = "auto"
-    """Implementation of the output head and its cross-entropy. chunked: computes the logits of a
-    part of the tokens at a time, which saves memory; on CUDA with our kernels."""
+    """Implementation of the output head and its cross-entropy. chunked: ours, which computes the
+    logits of some tokens at a time, to save memory."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of the other ops: normalisation with the residual sum before it, rotary
     positions, activation, and attention over the key/value cache. triton: our kernels, on CUDA."""
@@ -224,26 +216,24 @@ class Config:
     run_dir: Path | None = None
     """Folder of the run; by default runs/<recipe>-<date>."""
     log_every: Annotated[int, POSITIVE] = 10
-    """Number of steps between two log lines; the first step has one, too. Each syncs with the
-    device."""
+    """Number of steps between two log lines. Each line waits for the device."""
     track: Literal["none"] | tuple[Literal["tensorboard", "wandb", "trackio"], ...] = (
         "tensorboard",
     )
-    """Trackers that show the run, one or more: tensorboard (files in its folder), wandb (a server;
-    needs the extra wandb), trackio (on this machine; needs the extra trackio); or none."""
-    eval_every: Annotated[int, INT64] | Literal["epoch"] = 250
+    """Trackers that show the run: tensorboard (files in its folder), wandb (a server), trackio (on
+    this machine), several of them, or none. wandb and trackio are extras."""
+    eval_every: Annotated[int | Literal["epoch"], INT64] = 250
     """Number of steps between two evaluations; 0: only before the first and after the last step;
-    epoch: one for each pass over the training data."""
+    epoch: after each pass over the training data."""
     save_every: Annotated[int, INT64] = 0
-    """Number of steps between two checkpoints, in addition to the one before each evaluation; 0:
-    only those."""
+    """Number of steps between two checkpoints; 0: one before each evaluation only."""
     resume: str | None = None
     """Run to resume: its folder, a checkpoint, or auto. `auto` uses --run-dir or the newest run of
     the recipe, and starts a new run if there is none."""
     init_from: str | None = None
     """Model that a new run starts from: a run, a checkpoint, a folder of Hugging Face, a name on
-    the hub such as gpt2, nanoGPT's ckpt.pt or a .bin file of llm.c. It decides the architecture,
-    and its tokenizer is the default; the optimizer starts afresh."""
+    the hub such as gpt2, nanoGPT's ckpt.pt or a .bin file of llm.c. It decides the architecture;
+    its tokenizer is the default."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -256,20 +246,25 @@ class Config:
         if self.run_dir is not None and self.run_dir == Path():
             raise UserError("--run-dir is the current directory: expected a folder of its own")
         if self.train.batch_tokens % self.model.context:
-            raise UserError(
-                f"--train.batch-tokens is {self.train.batch_tokens}: expected a multiple of"
-                f" --model.context, {self.model.context}"
-            )
+            expected = f"expected a multiple of --model.context, {self.model.context}"
+            raise UserError(f"--train.batch-tokens is {self.train.batch_tokens}: {expected}")
         if self.ops.attention == "flash_attn" and self.model.document_mask:
-            raise UserError(
-                "--ops.attention is flash_attn, which does not support --model.document-mask:"
-                " expected sdpa or triton"
-            )
+            lacks = "which does not support --model.document-mask: expected sdpa or triton"
+            raise UserError(f"--ops.attention is flash_attn, {lacks}")
 
     @property
     def global_batch(self) -> int:
         """Number of sequences in one optimizer step."""
         return self.train.batch_tokens // self.model.context
+
+
+COMMON = (
+    "steps", "epochs", "seed", "run_dir", "resume", "init_from", "eval_every", "track",
+    "model.num_layers", "model.num_heads", "model.dim", "model.context", "model.dropout",
+    "data.source", "data.tokenizer", "optim.kind", "optim.lr", "train.batch_tokens",
+    "train.micro_batch", "train.device",
+)  # fmt: skip
+"""Settings that `train.py --help` shows."""
 
 
 def to_json(config: Config) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,20 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            at = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(None, None, "expected a value, not an alias", at)
+            raise _error("expected a value, not an alias", self.peek_event())
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        names = Counter(str(key.value) for key, _ in node.value)
-        for key, _ in reversed(node.value):
-            if names[str(key.value)] > 1:
-                said = f"{key.value} is given twice: expected it once"
-                raise yaml.MarkedYAMLError(None, None, said, key.start_mark)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise _error(f"{key.value} is given twice: expected it once", key)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
+
+
+def _error(said: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=said, problem_mark=at.start_mark)
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -45,15 +47,10 @@ for kind, pattern in {
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
-INSTEAD = {"steps": "epochs"}
-"""Settings that are given in one of two ways."""
-
-
 def to_yaml(config: Config) -> str:
     """Writes settings as YAML, without `resume` and `run_dir` (of one command only)."""
     values = json.loads(to_json(config))
-    for steps, epochs in INSTEAD.items():
-        del values[steps if values[epochs] is not None else epochs]
+    del values["epochs" if config.epochs is None else "steps"]
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
@@ -82,19 +79,18 @@ def with_settings(config: Config, settings: dict[str, Any], file: Path | None) -
     Raises:
         UserError: a setting is unknown, or has a wrong value.
     """
-    known = json.loads(to_json(config))
-    for name, values in settings.items():
+    _check_names(settings, json.loads(to_json(config)), f"{file}")
+    if "steps" in settings and settings.get("epochs") is not None:
+        raise UserError(f"steps and epochs are both in {file}: expected one of them")
+    return overlay(config, ({"epochs": None} if "steps" in settings else {}) | settings)
+
+
+def _check_names(given: dict[str, Any], known: dict[str, Any], where: str) -> None:
+    for name, value in given.items():
         if name not in known:
-            raise unknown_name(f"setting of {file}", str(name), known)
-        sections = isinstance(known[name], dict), isinstance(values, dict)
-        if sections[0] != sections[1]:
-            expected = "settings by name" if sections[0] else "one value"
-            raise UserError(f"{name} of {file} is {values!r:.60}: expected {expected}")
-        if wrong := [inner for inner in values if inner not in known[name]] if sections[1] else ():
-            raise unknown_name(f"setting of {name} in {file}", str(wrong[0]), known[name])
-    for steps, epochs in INSTEAD.items():
-        if steps in settings and settings.get(epochs) is not None:
-            raise UserError(f"{steps} and {epochs} are both in {file}: expected one of them")
-        if steps in settings:
-            settings = {epochs: None, **settings}
-    return overlay(config, settings)
+            raise unknown_name(f"setting of {where}", str(name), known)
+        if isinstance(known[name], dict) != isinstance(value, dict):
+            expected = "settings by name" if isinstance(known[name], dict) else "one value"
+            raise UserError(f"{name} of {where} is {value!r:.60}: expected {expected}")
+        if isinstance(value, dict):
+            _check_names(value, known[name], f"{name} in {where}")

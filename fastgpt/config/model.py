@@ -18,22 +18,20 @@ class ModelConfig:
     """Model: its size and architecture."""
 
     architecture: Literal["gpt", "bigram", "heads", "feedforward", "residual", "layernorm"] = "gpt"
-    """Model to build: a GPT, or one of the lecture's steps towards it (see fastgpt/model/build.py).
-    The lecture's steps divide attention scores by the square root of the model's width, a GPT by
-    that of the head's width."""
-    num_layers: Annotated[int, Range(words="1 to 256", ge=0, le=256)] = 12
+    """Model to build: a GPT, or a step of the lecture before it (see fastgpt/model/build.py). A GPT
+    divides attention scores by the root of the head's width, the others of the model's width."""
+    num_layers: Annotated[int, Range("1 to 256", lambda x: 0 <= x <= 256)] = 12
     """Number of transformer blocks."""
     num_heads: Annotated[int, SIZE] = 12
     """Number of attention heads; it must divide model.dim."""
     num_kv_heads: Annotated[int | None, SIZE] = None
-    """Number of key/value heads; it must divide model.num-heads. By default as many as query heads;
-    fewer give grouped-query attention."""
+    """Number of key/value heads; it must divide model.num-heads, which is the default."""
     head_size: Annotated[int | None, SIZE] = None
     """Width of each attention head; by default model.dim / model.num-heads."""
     dim: Annotated[int, SIZE] = 768
     """Width of the model, a multiple of model.num-heads. With model.head-size it may be any."""
     ffn_dim: Annotated[int | None, SIZE] = None
-    """Width of the feed-forward layers. By default 4 x model.dim; with SwiGLU 8/3 x model.dim
+    """Width of the feed-forward layers. By default 4 x model.dim, or with SwiGLU 8/3 x model.dim,
     rounded up to a multiple of 64."""
     context: Annotated[int, SIZE] = 1024
     """Longest sequence, in tokens."""
@@ -45,12 +43,11 @@ class ModelConfig:
     """Normalisation layer. It comes before each sub-layer, as in GPT-2; with `post-` after each
     residual sum, as in the transformer of 2017."""
     norm_eps: Annotated[float | None, POSITIVE] = None
-    """Epsilon of the normalisation layers and of model.qk-norm, added to the variance; by default
-    1e-5 for LayerNorm and 1e-6 for the others."""
+    """Epsilon of the normalisation layers and of model.qk-norm; by default 1e-5 for LayerNorm and
+    1e-6 for the others."""
     bias: bool | tuple[BiasPlace, ...] = True
-    """Layers with a bias. True: all but the output head; False: none; or a list of qkv (query, key
-    and value projections), projection (the output projection of attention), mlp (the feed-forward
-    layers, and LayerNorm) and head (the output head, with --model.no-tied)."""
+    """Layers with a bias. True: all but the output head; False: none; or a list: qkv (queries, keys
+    and values), projection (after attention), mlp (with LayerNorm), head (with model.no-tied)."""
     activation: Literal["gelu_tanh", "gelu_erf", "relu", "relu_squared", "swiglu"] = "gelu_tanh"
     """Activation function of the feed-forward layers; SwiGLU adds a gate."""
     position: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
@@ -58,35 +55,28 @@ class ModelConfig:
     rotary_base: Annotated[float, POSITIVE] = 10_000.0
     """Base of the rotary frequencies; larger ones suit longer contexts."""
     rotary_scaling: tuple[float, float, float, int] | None = None
-    """Llama 3's change of the rotary frequencies for contexts longer than those trained on: factor,
-    low and high frequency factor, and the context trained on, for example 8 1 4 8192. By default
-    there is none."""
+    """Llama 3's scaling of the rotary frequencies for longer contexts: factor, low and high
+    frequency factor, and the context trained on, for example 8 1 4 8192; by default none."""
     qk_norm: bool | Literal["weighted"] = False
-    """RMS normalisation of queries and keys in each head: True, False, or weighted. The weights are
-    shared by all heads of a layer."""
+    """RMS normalisation of queries and keys in each head; weighted: with weights for each layer."""
     tied: bool = True
     """Shared weight matrix for the token embedding and the output head."""
     softcap: Annotated[float | None, POSITIVE] = None
-    """Bound of the logits, which tanh squashes into (-softcap, softcap). By default there is
-    none."""
+    """Bound of the logits, which tanh squashes into (-softcap, softcap); by default none."""
     window: Annotated[int | None, POSITIVE] = None
-    """Sliding attention window, in tokens: each token attends to itself and the tokens just before
-    it, this many in all. By default to all before it."""
+    """Number of tokens that each token attends to: itself and those before it; by default all."""
     document_mask: bool = False
     """Mask that keeps attention within a document; the tokenizer needs an end-of-text token."""
     eot_id: tyro.conf.Suppress[int | None] = None
-    """Id of the token that begins a document, for model.document-mask; the data's tokenizer sets
-    it."""
+    """Id of the token that begins a document; the data's tokenizer sets it."""
     init: Literal["gpt2", "normal", "torch"] = "gpt2"
-    """Initialisation of the weights. gpt2: normal with standard deviation 0.02, residual
-    projections scaled by 1 / sqrt(2 x layers); normal: the same without that scaling; torch:
-    PyTorch's default."""
+    """Initialisation of the weights. normal: a standard deviation of 0.02; gpt2: the same, and
+    residual projections scaled by 1 / sqrt(2 x layers); torch: PyTorch's default."""
     dropout: Annotated[float, FRACTION] = 0.0
     """Dropout probability in training."""
     dropout_places: tuple[DropoutPlace, ...] = get_args(DropoutPlace)
-    """Places with dropout: embedding (the sum of token and position embeddings), attention (its
-    weights), residual (the output of attention) and feed_forward (the output of the feed-forward
-    layers). By default all four."""
+    """Places with dropout: the sum of embeddings, the attention weights, and the outputs of
+    attention (residual) and of the feed-forward layers; by default all four."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")

@@ -21,11 +21,12 @@ CONSTANT: Values = {
     "train.label_smoothing": 0.0,
 }  # fmt: skip
 """Names that are gone -> the value that is left."""
+PLACES = get_args(DropoutPlace)
 
 
-def _expect(old: Values, name: str, expected: Any) -> None:
-    if old.get(name, expected) != expected:
-        said = f"{flag(name)} is {old[name]}: expected {expected}, since this version has no other"
+def _expect(old: Values, name: str, value: Any) -> None:
+    if old.get(name, value) != value:
+        said = f"{flag(name)} is {old[name]}: expected {value}, since this version has no other"
         raise UserError(said)
 
 
@@ -43,10 +44,10 @@ def _dtype(old: Values) -> Values:
 
 
 def _evaluation(old: Values) -> Values:
-    if not old["data.eval_batches"]:
-        return {}
     if old.get("data.sampling") != "random-windows":
         _expect(old, "data.eval_batches", 0)
+    if not old["data.eval_batches"]:
+        return {}
     tokens = old["data.eval_batches"] * old["train.batch_tokens"]
     return {"data.sampling": "lecture", "data.eval_tokens": tokens}
 
@@ -58,20 +59,20 @@ def _kernels(old: Values) -> Values:
 
 def _bias(old: Values) -> Values:
     mlp = old.get("model.bias", True)
-    inner = {place: old.get(f"model.{place}_bias") for place in ("qkv", "projection")}
-    inner = {place: mlp if bias is None else bias for place, bias in inner.items()}
-    return {"model.bias": bias_of(**inner, mlp=mlp, head=old.get("model.head_bias", False))}
+    own = {place: old.get(f"model.{place}_bias") for place in ("qkv", "projection")}
+    own = {place: mlp if bias is None else bias for place, bias in own.items()}
+    return {"model.bias": bias_of(**own, mlp=mlp, head=old.get("model.head_bias", False))}
 
 
 def _dropout(old: Values) -> Values:
-    rate, places = old.get("model.dropout", 0.0), get_args(DropoutPlace)
-    rates = {place: old.get(f"model.{place}_dropout") for place in places}
+    rates = {place: old.get(f"model.{place}_dropout") for place in PLACES}
+    rate = old.get("model.dropout", 0.0)
     rates = {place: rate if own is None else own for place, own in rates.items()}
     used = {place: rate for place, rate in rates.items() if rate}
     if len({*used.values()}) > 1:
         raise UserError(f"the dropout probabilities are {rates}: expected one, or 0")
     rate = max(used.values(), default=0.0)
-    return {"model.dropout": rate, "model.dropout_places": tuple(used) or places}
+    return {"model.dropout": rate, "model.dropout_places": tuple(used) or PLACES}
 
 
 def _norm(old: Values) -> Values:
@@ -79,17 +80,11 @@ def _norm(old: Values) -> Values:
     return {"model.norm": post + old.get("model.norm", "layernorm")}
 
 
-def _qk_norm(old: Values) -> Values:
-    return {"model.qk_norm": "weighted"} if old["model.qk_norm_weight"] else {}
-
-
 def _architecture(old: Values) -> Values:
-    kind = old.get("model.architecture", "gpt")
-    if old["model.score_scale"] == "width":
-        return {"model.architecture": "layernorm" if kind == "gpt" else kind}
+    kind, by_width = old.get("model.architecture", "gpt"), old["model.score_scale"] == "width"
     if kind not in ("gpt", "bigram") and old.get("model.num_heads") != 1:
         _expect(old, "model.score_scale", "width")
-    return {}
+    return {"model.architecture": "layernorm" if by_width and kind == "gpt" else kind}
 
 
 MERGED: dict[tuple[str, ...], Callable[[Values], Values]] = {
@@ -98,9 +93,11 @@ MERGED: dict[tuple[str, ...], Callable[[Values], Values]] = {
     ("data.eval_batches",): _evaluation,
     ("ops.norm", "ops.rotary", "ops.activation"): _kernels,
     ("model.qkv_bias", "model.projection_bias", "model.head_bias"): _bias,
-    tuple(f"model.{place}_dropout" for place in get_args(DropoutPlace)): _dropout,
+    tuple(f"model.{place}_dropout" for place in PLACES): _dropout,
     ("model.norm_position",): _norm,
-    ("model.qk_norm_weight",): _qk_norm,
+    ("model.qk_norm_weight",): lambda old: (
+        {"model.qk_norm": "weighted"} if old["model.qk_norm_weight"] else {}
+    ),
     ("model.score_scale",): _architecture,
 }
 """Names that are gone -> settings of today that stand for them, from all old ones."""
@@ -117,12 +114,12 @@ def renamed(values: Values) -> Values:
     old |= {name: x for name, x in values.items() if name not in sections}
     for name, value in CONSTANT.items():
         _expect(old, name, value)
-    new = dict(old)
+    new, gone = dict(old), {*NO_MATTER, *CONSTANT}.union(*MERGED)
     for names, merge in MERGED.items():
         if old.keys() & {*names}:
             new |= merge(old)
     found: Values = {name: {} for name in sections}
-    for name in new.keys() - {*NO_MATTER, *CONSTANT, *(x for names in MERGED for x in names)}:
+    for name in new.keys() - gone:
         section, _, key = name.rpartition(".")
         (found.setdefault(section, {}) if section else found)[key] = new[name]
     return found

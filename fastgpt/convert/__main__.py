@@ -83,7 +83,7 @@ def convert(config: ConvertConfig) -> None:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.parse(ConvertConfig, argv, prog=command("python -m fastgpt.convert"))
+    config = flags.command(ConvertConfig, argv, prog=command("python -m fastgpt.convert"))
     convert(config)
     print_text(f"wrote {config.target}")
 

@@ -118,9 +118,8 @@ def _llama_bias(attention: bool, mlp: bool) -> Any:
     return bias_of(qkv=attention, projection=attention, mlp=mlp)
 
 
-def _llama_read(fields: Fields, mlp_bias: bool | None = None) -> Settings:
-    if mlp_bias is None:
-        mlp_bias = fields.get("mlp_bias", bool, False)
+def _llama_read(fields: Fields) -> Settings:
+    mlp_bias = fields.get("mlp_bias", bool, False)
     fields.require("hidden_act", "silu")
     fields.require("pretraining_tp", 1)
     # transformers 5 writes one field, earlier ones two
@@ -204,8 +203,8 @@ def _qwen3_read(fields: Fields) -> Settings:
         if kind != "full_attention":
             raise UserError(f"config.json: layer_types has {kind}: expected full_attention alone")
     weighted = fields.inner("fastgpt").get("qk_norm_weight", bool, True)
-    mlp_bias = fields.require("mlp_bias", False)  # earlier exports have it
-    return _llama_read(fields, mlp_bias) | {"qk_norm": "weighted" if weighted else True}
+    fields.require("mlp_bias", False)  # earlier exports have it
+    return _llama_read(fields) | {"qk_norm": "weighted" if weighted else True}
 
 
 QWEN3 = replace(

@@ -34,7 +34,7 @@ class Arguments:
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line `argv`, by default the process's own."""
     with shown_in_one_line():
-        arguments = flags.parse(
+        arguments = flags.command(
             Arguments, sys.argv[1:] if argv is None else argv, prog="python -m fastgpt.data"
         )
         path = arguments.path.expanduser()

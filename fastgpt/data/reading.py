@@ -177,7 +177,7 @@ def _decoded(stream: BinaryIO, path: str, encoding: str, raw: bool) -> Iterator[
         except UnicodeError as error:
             raise UserError(
                 f"{path} is not {encoding.upper()} ({getattr(error, 'reason', error)}): if it is"
-                " text, pass its encoding to fastgpt.prepare, such as --encoding utf-16 or cp1252"
+                " text, pass its encoding, such as --encoding utf-16 or cp1252 to fastgpt.prepare"
             ) from error
         yield text if not raw else block if encoding == UTF_8 else text.encode(errors="replace")
 

@@ -111,7 +111,7 @@ def table(rows: list[Row]) -> str:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.parse(EvaluateConfig, argv, prog=command("python -m fastgpt.evaluate"))
+    config = flags.command(EvaluateConfig, argv, prog=command("python -m fastgpt.evaluate"))
     rows = evaluate(config)
     print_text(table(rows))
     if config.json is not None:

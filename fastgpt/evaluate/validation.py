@@ -94,7 +94,7 @@ def validation_batches(
     shared = {"context": context, "micro_batch": micro_batch}
     shared |= {"rank": world.dp_rank, "world_size": world.dp_size}
     if config.data.sampling == "lecture":
-        samples = config.data.eval_tokens // context
+        samples = max(1, config.data.eval_tokens // context)
         seed = (config.seed & 0xFFFFFFFF, step, split == "train")
         return random_batches(tokens, samples=samples, seed=seed, **shared)
     documents = None

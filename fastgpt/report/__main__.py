@@ -35,7 +35,7 @@ class ReportConfig:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.parse(ReportConfig, argv, prog=command("python -m fastgpt.report"))
+    config = flags.command(ReportConfig, argv, prog=command("python -m fastgpt.report"))
     require_bokeh()
     folder = config.runs[0] if len(config.runs) == 1 else Path()
     out = folder / "report.html" if config.out is None else config.out

@@ -30,9 +30,9 @@ class ServeConfig:
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines can reach needs a token in the environment
     variable FASTGPT_TOKEN, which clients send as their API key."""
-    port: Annotated[int, Range(words="1 to 65535", ge=1, le=65535)] = 8000
+    port: Annotated[int, Range("1 to 65535", lambda x: 1 <= x <= 65535)] = 8000
     """Port to listen on."""
-    slots: Annotated[int, Range(words="1 to 1,024", ge=1, le=1024)] = 16
+    slots: Annotated[int, Range("1 to 1,024", lambda x: 1 <= x <= 1024)] = 16
     """Number of texts that are generated at once; the cache of each is as long as the context."""
     exact: bool = False
     """Computation in which a text does not depend on the others of the batch."""
@@ -64,7 +64,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.parse(ServeConfig, argv, prog=command("python -m fastgpt.serve"))
+    config = flags.command(ServeConfig, argv, prog=command("python -m fastgpt.serve"))
     try:
         import uvicorn
 

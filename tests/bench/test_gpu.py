@@ -104,18 +104,18 @@ gpu.main(["env", "--out", {str(tmp_path)!r}])"""
 
 
 def cases_of(words: list[str]) -> bool:
-    asked = flags.parse(bench.Bench, words, prog="")
+    asked = flags.command(bench.Bench, words, prog="")
     found = [case.name for case in bench.chosen(asked, "cuda")]
     return asked.sizes == "tiny" or sorted(found) == sorted(asked.only)
 
 
 PARSERS = {
     "bench": cases_of,
-    "bench.step": lambda words: flags.parse(step.StepBench, words, prog=""),
+    "bench.step": lambda words: flags.command(step.StepBench, words, prog=""),
     "bench.reproduce": lambda words: reproduce.chosen(
-        flags.parse(reproduce.Reproduce, words, prog="").only
+        flags.command(reproduce.Reproduce, words, prog="").only
     ),
-    "bench.convergence": lambda words: flags.parse(convergence.Convergence, words, prog=""),
+    "bench.convergence": lambda words: flags.command(convergence.Convergence, words, prog=""),
     "bench.tune": lambda words: tune.selected([90], tune.parse(words).only),
     "_env": lambda words: words[0],
     "_tests": lambda words: all((ROOT / word).exists() for word in words if "tests/" in word),

@@ -78,7 +78,7 @@ def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
         ("baby --model.num-heads 4 --model.num-kv-heads 3", ("--model.num-heads is 4", "3")),
         ("baby --model.dim 0", ("--model.dim is 0",)),
         ("lecture-head --model.num-layers 0", ("--model.num-layers is 0",)),
-        ("lecture-gpt --model.tied", ("embedding has no bias: pass --model.no-tied",)),
+        ("lecture-gpt --model.tied", ("embedding has none: pass --model.no-tied",)),
         ("baby --train.batch-tokens 1000", ("--train.batch-tokens is 1000", "context, 256")),
         ("baby --train.sample-tokens 268435457", ("--train.sample-tokens is 268435457: expected",)),
         ("baby --train.z-loss=-1e-4", ("--train.z-loss is -0.0001: expected 0 or more",)),

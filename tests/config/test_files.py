@@ -58,7 +58,7 @@ def test_what_is_printed_is_yaml(written):
         ("steps: 1e3", [], r"--steps is 1000\.0: expected an integer"),
         ("seed: 0x10", [], "--seed is '0x10': expected an integer"),
         ("train: {compile: no}", [], "compile is 'no': expected auto or on or off or graphs"),
-        ("model: {tied: yes}", [], "tied is 'yes': expected true or false"),
+        ("model: {tied: yes}", [], "tied is 'yes': expected True or False"),
         ("model: {rotary_scaling: [1]}", [], "a number, a number, a number, an integer. or None"),
         ("train: {z_loss: 1}\ntrain: {}", [], "line 2: train is given twice: expected it once"),
         (f"a: &a [1]\nb: [{','.join(['*a'] * 9)}]", [], "line 2: expected a value, not an alias"),

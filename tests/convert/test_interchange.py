@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import fastgpt
+from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert import vocabulary
-from fastgpt.convert.families import family_for, tensor_maps
+from fastgpt.convert.families import config_from, family_for, settings_for, tensor_maps
 from fastgpt.convert.source import read
 from tests.convert.models import (
     CONTEXT,
@@ -174,3 +175,14 @@ def test_conversions_hold_few_tensors_and_loading_one_model():
     assert len(peaks) == 3
     assert max(peaks[:2]) < 4 * largest < size / 3
     assert peaks[2] < 2 * size + 4 * largest  # in fp32, from bf16
+
+
+@pytest.mark.parametrize("options", [{}, OURS["llama"]], ids=["gpt2", "llama"])
+def test_dropout_is_carried_over_where_it_has_one_probability(options):
+    model = ModelConfig(vocab_size=V, dropout=0.2, dropout_places=("attention",), **options)
+    there = settings_for(model)
+    config, _, unknown = config_from(there)
+    assert (config.dropout, config.dropout_places, unknown) == (0.2, ("attention",), [])
+    if not options:
+        config, _, unknown = config_from(there | {"embd_pdrop": 0.1})
+        assert (config.dropout, unknown) == (0.0, ["attn_pdrop", "embd_pdrop", "resid_pdrop"])
