@@ -30,6 +30,7 @@ def parse(
     kind: Callable[..., T],
     argv: Sequence[str],
     *,
+    prog: str,
     default: T | None = None,
     first: str = "arguments",
 ) -> T:
@@ -43,7 +44,7 @@ def parse(
         UsageError: a flag or value is unknown, missing or of the wrong type.
     """
     options: dict[str, Any] = {} if default is None else {"default": default}
-    options["config"] = [tyro.conf.PositionalMetavarFromFieldName]
+    options |= {"prog": prog, "config": [tyro.conf.PositionalMetavarFromFieldName]}
     complaint = io.StringIO()  # no terminal, so tyro writes no colours
     try:
         with redirect_stderr(complaint):
@@ -70,7 +71,7 @@ def command(kind: Callable[..., T], argv: Sequence[str], *, prog: str, about: st
     if {"-h", "--help"} & {*argv}:
         print_text(help_text(kind, prog=prog, about=about))
         sys.exit()
-    return parse(kind, argv)
+    return parse(kind, argv, prog=prog)
 
 
 # --- help -----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from fastgpt.data.dataset import DataSet
 from fastgpt.data.items import Data
 from fastgpt.data.order import SampleOrder
 from fastgpt.device import device
+from fastgpt.display import command
 from fastgpt.errors import UsageError, UserError, unknown_name
 from fastgpt.ops import tables
 from fastgpt.ops.protocols import Ops
@@ -62,7 +63,8 @@ def configure(argv: Sequence[str]) -> Config:
     if found := [name for name in names if name.startswith("--") and name[2:] in OTHERS]:
         ours = ", ".join(f"{name} is {OTHERS[name[2:]]}" for name in found)
         raise UserError(f"flags of other programs, which have other names here: {ours}")
-    config = flags.parse(Config, words, default=default, first="one recipe")
+    prog = f"{command('python train.py')} [RECIPE]"
+    config = flags.parse(Config, words, prog=prog, default=default, first="one recipe")
     if {"--steps", "--epochs"} <= {*names}:
         raise UserError("--steps and --epochs are both given: expected one of them")
     if "--steps" in names:
