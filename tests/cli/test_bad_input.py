@@ -64,7 +64,6 @@ def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
         ("baby --model.num-layer 4", ("options: --model.num-layer", "--model.num-layers INT;")),
         ("baby --lr 4", ("Unrecognized options: --lr, 4; Perhaps you meant: --optim.lr FLOAT",)),
         ("baby --zzz 4", ("options: --zzz, 4; For full helptext, run python train.py [RECIPE] -",)),
-        ("baby --help-all", ("--help-all",)),
         ("gpt2", ("did you mean 'gpt2-124m'?",)),
         ("baby shakespeare-cpu", ("unexpected 'shakespeare-cpu': expected one recipe, then",)),
         ("--steps 3 baby", ("unexpected 'baby': expected one recipe, then flags",)),
