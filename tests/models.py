@@ -110,7 +110,7 @@ def greedy(model: GPT, prompt: Tensor, new: int) -> list[int]:
 def plain_norm(x, w, name, config):
     if f"{name}.weight" not in w:  # as before the lecture's step F
         return x
-    if config.norm == "rmsnorm":
+    if config.norm.endswith("rmsnorm"):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
     y = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
     return y * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fastgpt.autotune.trials import TRIALS, Sizes, make_trial
-from fastgpt.config.config import OpsConfig
+from fastgpt.config.config import OpsConfig, overlay
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError, brief
@@ -99,7 +99,7 @@ def timer(step: Callable[[], object]) -> float:
 def main() -> None:
     """Tries what the arguments name; prints a verdict a line, and an error as the last one."""
     on, given = json.load(sys.stdin)
-    given["model"] = ModelConfig(**given["model"])
+    given["model"] = overlay(ModelConfig(), given["model"])
     sizes = Sizes(**given)
     try:
         for name in sys.argv[1:]:

@@ -114,9 +114,8 @@ def by_part(config: Config, sequences: int, shards: int, gpu: float) -> dict[str
     weights = 4.0 * C * (tables + model.num_layers * (2 * q + 2 * k + (2 + gated) * F))
     item = 4 if train.precision == "fp32" else 2
     stream = 4 if train.residual == "fp32" else item
-    turned = (model.position == "rotary") + 4 * bool(
-        model.qk_norm
-    )  # further copies of queries and keys
+    # further copies of queries and keys
+    turned = (model.position == "rotary") + 4 * bool(model.qk_norm)
     attention = item * (2 * q + 2 * k + turned * (q + k)) + 4 * H
     whole = attention + item * (2 * C + (2 + gated) * F) + stream * 2 * C
     some = attention + (item + 2 * stream) * C

@@ -58,7 +58,7 @@ def shard(
         parallelize(model, mesh["tensor"])
         mesh = mesh[(mesh.mesh_dim_names or ())[:-1]]
     for block in model.h:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     weights: dict[str, Tensor] = {}
 

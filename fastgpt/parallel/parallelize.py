@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+BUCKET_MB = 25
+"""Size in MiB of the pieces in which ranks exchange gradients, while the backward goes on."""
+
+
 def non_dp_size(config: ParallelConfig, world: World) -> int:
     """Returns the number of neighbouring ranks that read the same data."""
     group = config.cp * config.tp
@@ -163,7 +167,7 @@ def replicate(module: nn.Module, config: ParallelConfig) -> DistributedDataParal
     options: dict[str, Any] = {"gradient_as_bucket_view": True, syncs: False}
     if "batched_grad_copy" in known:  # two kernels for a bucket instead of one for each gradient
         options["batched_grad_copy"] = True
-    replica = DistributedDataParallel(module, **options)
+    replica = DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB, **options)
     if config.dtype == "bf16":
         # by its own name DDP refuses the hook on CPUs
         in_bf16 = lambda group, bucket: bf16_compress_hook(group, bucket)  # noqa: E731

@@ -36,7 +36,7 @@ def trained(recompute, chosen=None, **options):
 )
 @pytest.mark.parametrize("recompute", KINDS[1:])
 def test_loss_and_gradients_have_the_same_bits(recompute, name, kernels):
-    asked = {"attention": "triton", "norm": "triton", "activation": "triton"} if kernels else {}
+    asked = {"attention": "triton", "kernels": "triton"} if kernels else {}
     options = OPTIONS[name] | {"dropout": 0.2}
     expected = trained("none", on_cpu(**asked), **options)
     LAUNCHES.clear()
