@@ -42,10 +42,10 @@ def _norm_fwd_kernel(
     x = x.to(tl.float32)
     offs = (offs_m * N)[:, None] + offs_n[None, :]
     if residual_ptr is not None:
-        if x_bias_ptr is not None:
-            x += _vector_of(x_bias_ptr, offs_n, mask_n)[None, :]
         offs_r = (offs_m * stride_rm)[:, None] + offs_n[None, :]
         x += tl.load(residual_ptr + offs_r, mask=mask, other=0.0).to(tl.float32)
+        if x_bias_ptr is not None:
+            x += _vector_of(x_bias_ptr, offs_n, mask_n)[None, :]
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + offs, total, mask=mask)
         x = total.to(tl.float32)  # the backward sees the rounded sum: so do the statistics

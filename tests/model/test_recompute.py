@@ -86,13 +86,15 @@ def test_memory_of_a_layer_is_that_of_the_account():
     full: the output of the block before, and the residual stream (2). selective: these, queries,
     keys and values (3), the heads' outputs (1) with a number for each head, and the stream after
     attention (1). none: two sums and what they are normalised to (4) with two numbers each,
-    attention's (4, and the number for each head), and the feed-forward layer's (8).
+    attention's (4, and the number for each head), and the feed-forward layer's (8). full and
+    selective: also a copy of the bias that the block hands on.
     """
     per_token = 4 * 2 * 16
     found = {kind: (kept(4, kind) - kept(3, kind)) / per_token for kind in KINDS}
     C, H = TINY.dim, TINY.num_heads
-    assert found["full"] == 2 * C
-    assert found["selective"] == 7 * C + H
+    bias = 4 * C / per_token
+    assert found["full"] == 2 * C + bias
+    assert found["selective"] == 7 * C + H + bias
     assert found["none"] == 16 * C + H + 4
 
 
