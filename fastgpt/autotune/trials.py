@@ -82,7 +82,7 @@ def _attention(sizes: Sizes) -> Tried:
     Either way the gradient is one tensor again, which costs a concatenation of three.
     """
     model = sizes.model
-    apart = sizes.transformers or model.position == "rotary" or model.qk_norm
+    unfused = sizes.transformers or model.position == "rotary" or model.qk_norm
     problem = {
         **_heads(model),
         "scale": model.attention_scale,
@@ -90,7 +90,7 @@ def _attention(sizes: Sizes) -> Tried:
         "docs": 2 * min(model.context, 1024) // 3 if model.document_mask else 0,  # their mean: half
     }
     ops = {name: packed(tables.ATTENTION[name]) for name in ("triton", "sdpa")}
-    if not apart:
+    if not unfused:
         ops["triton"] = tables.PACKED_ATTENTION["triton"]
     return SPECS["attention_packed"], problem, ops
 
@@ -144,12 +144,12 @@ def _activation(sizes: Sizes) -> Tried:
         made = {"x": make(s["B"], s["T"], model.dim), "weight": weight}
         return {**made, "bias": make(width)} if model.bias_at("mlp") else made
 
-    def apart(x: Tensor, weight: Tensor) -> list[Tensor]:
+    def gate_and_up(x: Tensor, weight: Tensor) -> list[Tensor]:
         return [F.linear(x, half) for half in weight.chunk(2)]
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if halved:
-            return bias_act(torch.cat(apart(x, weight), -1), None, kind)
+            return bias_act(torch.cat(gate_and_up(x, weight), -1), None, kind)
         if sizes.transformers:
             return bias_act(F.linear(x, weight, bias), None, kind)
         return bias_act(F.linear(x, weight), bias, kind)
@@ -158,7 +158,7 @@ def _activation(sizes: Sizes) -> Tried:
         return ACTIVATIONS[kind](F.linear(x, weight, bias))
 
     def gated(x: Tensor, weight: Tensor) -> Tensor:
-        gate, up = apart(x, weight)
+        gate, up = gate_and_up(x, weight)
         return F.silu(gate) * up
 
     spec = replace(SPECS["bias_act"], inputs=inputs, options=no_options, ref=ref)

@@ -37,7 +37,7 @@ BUCKET_MB = 25
 """Size in MiB of the pieces in which ranks exchange gradients, while the backward goes on."""
 
 
-def non_dp_size(config: ParallelConfig, world: World) -> int:
+def model_parallel_size(config: ParallelConfig, world: World) -> int:
     """Returns the number of neighbouring ranks that read the same data."""
     group = config.cp * config.tp
     if world.size % group:
@@ -61,7 +61,7 @@ def group_size(config: ParallelConfig, world: World) -> int:
     given = f"--parallel.kind {config.kind} makes groups of {group} ranks"
     if world.size % group:
         raise UserError(f"{given}: expected a divisor of the number of ranks, {world.size}")
-    if group % non_dp_size(config, world):
+    if group % model_parallel_size(config, world):
         raise UserError(
             f"{given}: expected a multiple of --parallel.cp x --parallel.tp,"
             f" {config.cp * config.tp}"
@@ -127,7 +127,7 @@ def build_parallel_model(
     sharded = shards_weights(parallel, world)
     if parallel.tp > 1:
         ops = replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})
-    mesh = build_mesh(parallel, world, device) if sharded or world.non_dp_size > 1 else None
+    mesh = build_mesh(parallel, world, device) if sharded or world.model_parallel_size > 1 else None
     options: dict[str, Any] = {
         "z_loss": config.train.z_loss,
         "recompute": config.train.recompute,
@@ -139,17 +139,17 @@ def build_parallel_model(
         group = mesh._unflatten(number, (groups, parallel.cp), ("data", "context"))["context"]
         options["cp_shard"] = ContextShard(group.get_local_rank(), group.size(), group.get_group())
 
-    def whole() -> GPT:
+    def build_full_model() -> GPT:
         torch.manual_seed(config.seed)
         return build_model(config.model, ops, **options)
 
     if mesh is None or not sharded:
-        return whole().to(device)
+        return build_full_model().to(device)
     with torch.device("meta"):
-        model = whole()
+        model = build_full_model()
     if compiled:  # as a whole it has FSDP's hooks, which are not compiled
         compile_blocks(model, device)
-    shard(model, whole, parallel, mesh, world)
+    shard(model, build_full_model, parallel, mesh, world)
     return model
 
 

@@ -189,7 +189,7 @@ class Run:
         return spikes | {
             "optimizers": self.optimizers.state_dict(),
             "loader": self.loader.state(),
-            "corpus": self.plan.data.identity,
+            "corpus": self.plan.data.fingerprint,
             "tokens": self.tokens,
             # each step's random numbers are a function of these and of the rank
             "rng": {"seed": self.plan.config.seed, "step": self.step},

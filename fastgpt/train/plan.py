@@ -19,7 +19,7 @@ from fastgpt.config.config import CONVERTED, Config, saved_config
 from fastgpt.config.files import read_settings, with_settings
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.source import OpenedModel, read, read_header
-from fastgpt.data.dataset import DataSet
+from fastgpt.data.dataset import Dataset
 from fastgpt.data.items import Data
 from fastgpt.data.order import SampleOrder
 from fastgpt.device import device
@@ -170,7 +170,7 @@ class Plan:
     compiled: bool
     source: OpenedModel | None
     """Model that a new run starts from: its weights are not read yet."""
-    data: DataSet
+    data: Dataset
     orders: list[SampleOrder]
     """Order of the training samples of each corpus."""
     resumed: ResumeState
@@ -188,7 +188,7 @@ class Plan:
     @property
     def has_forward_collectives(self) -> bool:
         """True if ranks exchange tensors in each forward."""
-        return self.sharded or self.world.non_dp_size > 1
+        return self.sharded or self.world.model_parallel_size > 1
 
     @property
     def epoch_sizes(self) -> list[int]:
@@ -202,7 +202,7 @@ def resolve(
     """Decides all that the settings leave open; a collective operation.
 
     Args:
-        data: own data sets, in place of what `config.data` names.
+        data: own datasets, in place of what `config.data` names.
         world: the ranks, if they have met already.
 
     Raises:
@@ -210,7 +210,9 @@ def resolve(
     """
     train, on = config.train, device.pick_device(config.train.device)
     world = world or distributed.start(on)
-    world = replace(world, non_dp_size=parallelize.non_dp_size(config.parallel, world))
+    world = replace(
+        world, model_parallel_size=parallelize.model_parallel_size(config.parallel, world)
+    )
     precision = world.on_rank0(lambda: device.pick_precision(precision_asked(config, on, warn), on))
     residual_dtype = device.pick_residual(train.residual, on, precision)
     if config.ops.attention == "flash_attn" and precision == "fp32":
@@ -240,7 +242,7 @@ def resolve(
     residual = "bf16" if residual_dtype else None
     sizes = Sizes(config.model, micro_batch, precision, compiled, residual)
     chosen, trials = world.on_rank0(
-        lambda: choose.choose(config.ops, sizes, on, warn), world.patient_group()
+        lambda: choose.choose(config.ops, sizes, on, warn), world.long_timeout_group()
     )
     return Plan(
         config=config, world=world, device=on, precision=precision, compiled=compiled,
@@ -275,7 +277,11 @@ def largest_micro_batch(config: Config, world: World, warn: Warn) -> int:
     """Returns the largest size up to `train.micro_batch` that divides a rank's sequences."""
     ranks = world.dp_size
     if config.global_batch % ranks:
-        of = f" that read data, {world.non_dp_size} together" if world.non_dp_size > 1 else ""
+        of = (
+            f" that read data, {world.model_parallel_size} together"
+            if world.model_parallel_size > 1
+            else ""
+        )
         raise UserError(
             f"--train.batch-tokens is {config.train.batch_tokens}: {config.global_batch} "
             f"sequences of {config.model.context}, expected a multiple of the {ranks} ranks{of}"

@@ -81,7 +81,7 @@ class Recorder:
         title = f"{path.name}: {config.recipe}, {short(saved['parameters'])} parameters"
         self.metrics = MetricsLog(path, self.run.step, title, warn, config.track)
         # the best is chosen among the checkpoints on disk, as in a run without interruption
-        kept = checkpoint.kept_steps(path / "checkpoints")
+        kept = checkpoint.saved_steps(path / "checkpoints")
         losses = {r["step"]: r["val_loss"] for r in comparable(self.metrics.records)}
         self.best = min(((losses[s], s) for s in kept if s in losses), default=self.best)
         manifest.write(path / "manifest.json", saved)

@@ -10,7 +10,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.checkpoint import Checkpoint
 from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, flat, saved_config, to_json
-from fastgpt.data.dataset import DataSet
+from fastgpt.data.dataset import Dataset
 from fastgpt.data.tokenizers import load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, brief
 from fastgpt.guards.nonfinite import check_weights
@@ -60,7 +60,7 @@ class ResumeState:
         return [f"{name} {old[name]} -> {x}" for name, x in new.items() if x != old[name]]
 
 
-def find_state(config: Config, world: World, data: DataSet, warn: Warn) -> ResumeState:
+def find_state(config: Config, world: World, data: Dataset, warn: Warn) -> ResumeState:
     """Opens and verifies the checkpoint that `config.resume` names; a collective operation.
 
     Raises:
@@ -79,16 +79,16 @@ def find_state(config: Config, world: World, data: DataSet, warn: Warn) -> Resum
         tokens = int(found.state.get("tokens", found.step * settings.train.batch_tokens))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
-    if corpus != data.identity:
+    if corpus != data.fingerprint:
         warn(
             f"the data changed since {found.path}: reading {data.name} from its beginning"
-            f" ({corpus[:12]}, now {data.identity[:12]})"
+            f" ({corpus[:12]}, now {data.fingerprint[:12]})"
         )
         position = None
     return ResumeState(found, settings, tokens, position)
 
 
-def _check_same(found: Checkpoint, before: Config, config: Config, data: DataSet) -> None:
+def _check_same(found: Checkpoint, before: Config, config: Config, data: Dataset) -> None:
     """Raises `UserError` if tokenizer, model, optimizer, data order or seed differ."""
     kept, tokenizer = load_tokenizer(found.path / "tokenizer.json"), data.tokenizer
     if not same_tokenizer(kept, tokenizer):
@@ -123,5 +123,5 @@ def restore(found: Checkpoint, model: GPT, optimizers: Optimizers, world: World)
     try:
         check_weights([*optimizers.parameters, *moments], names, found.step)
     except UserError as error:
-        earlier = checkpoint.instead_of(found.path, True, world)
+        earlier = checkpoint.previous_valid(found.path, True, world)
         raise UserError(f"checkpoint {found.path} is damaged: {error}; {earlier}") from error

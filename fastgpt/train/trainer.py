@@ -31,7 +31,7 @@ class Trainer:
 
     Args:
         config: settings of the run.
-        data: own data sets, in place of what `config.data` names.
+        data: own datasets, in place of what `config.data` names.
 
     Raises:
         UserError: the config or the data cannot work; raised before any training.
@@ -129,7 +129,7 @@ class Trainer:
         """Returns a clause for error messages: the last checkpoint, and the command to resume."""
         self._finish(self.recorder.saver.wait)
         lock = self.recorder.lock
-        return directory.way_back(lock.place if lock else self.run_dir, self.world.size)
+        return directory.resume_hint(lock.place if lock else self.run_dir, self.world.size)
 
     def _done(self, seconds: float) -> list[str]:
         """Returns the lines to print at the end of a run that took so many seconds."""

@@ -41,7 +41,7 @@ from .forward import (
     together_in_cache,
     visible,
 )
-from .plain import Options
+from .plain import AttentionOptions
 
 
 @triton.jit(do_not_specialize=["Tq", "Tk", "num_heads", "together", "window", "drop_below"])
@@ -216,8 +216,8 @@ def _attention_bwd_dkv_kernel(
 
 
 def attention_bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
-    grads: tuple[Tensor, ...],
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    options: AttentionOptions, grads: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
     """Writes dq, dk and dv into `grads`: tensors or views in which heads lie D apart."""
     (B, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]

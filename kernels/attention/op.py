@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
 from ..runtime import Op, autocast_dtype, runs_kernels
-from .plain import Options, attention_seeded_ref
+from .plain import AttentionOptions, attention_seeded_ref
 
 # --- the op ---------------------------------------------------------------------------------------
 # The kernels are imported when first run: triton is missing on macOS and slow to import.
@@ -28,15 +28,15 @@ OPTIONS = (
     "Tensor? starts, Tensor? ends, Tensor? seed, float? scale, bool causal, SymInt? window, "
     "float dropout_p"
 )
-"""The fields of `Options` in the form of an op schema."""
-NO_GRADIENTS = (None,) * len(Options._fields)
+"""The fields of `AttentionOptions` in the form of an op schema."""
+NO_GRADIENTS = (None,) * len(AttentionOptions._fields)
 """Gradients of the options."""
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     from .forward import attention_fwd
 
-    return attention_fwd(q, k, v, Options(*options))
+    return attention_fwd(q, k, v, AttentionOptions(*options))
 
 
 def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ def _bwd(
     from .backward import attention_bwd
 
     grads = _empty(q), _empty(k), _empty(v)
-    attention_bwd(dout, q, k, v, out, lse, Options(*options), grads)
+    attention_bwd(dout, q, k, v, out, lse, AttentionOptions(*options), grads)
     return grads
 
 
@@ -67,7 +67,7 @@ def _bwd_fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *rest = inputs
-    options, (out, lse) = Options(*rest), output
+    options, (out, lse) = AttentionOptions(*rest), output
     ctx.save_for_backward(q, k, v, out, lse, *options.tensors)
     ctx.settings = options.settings
     ctx.mark_non_differentiable(lse)
@@ -120,7 +120,7 @@ def _packed_bwd(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *options: A
 
     dqkv, heads = _empty(qkv), out.shape[2]
     grads = _split(dqkv, heads)
-    attention_bwd(dout, *_split(qkv, heads), out, lse, Options(*options), grads)
+    attention_bwd(dout, *_split(qkv, heads), out, lse, AttentionOptions(*options), grads)
     return dqkv
 
 
@@ -130,7 +130,7 @@ def _packed_bwd_fake(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
 
 def _packed_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     qkv, _, *rest = inputs
-    options, (out, lse) = Options(*rest), output
+    options, (out, lse) = AttentionOptions(*rest), output
     ctx.save_for_backward(qkv, out, lse, *options.tensors)
     ctx.settings = options.settings
     ctx.mark_non_differentiable(lse)
@@ -215,7 +215,7 @@ def attention(
         )  # fmt: skip
     if scale is not None and scale <= 0:  # the kernels scale after the maximum
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-    options = Options(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
+    options = AttentionOptions(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
     out, _ = _attention_fwd(q, k, v, *options)
     return out
 
@@ -259,7 +259,7 @@ def attention_packed(
     q, k, v = _split(qkv, heads)
     _check(q, k, v, scale, window, dropout_p, dropout_seed, doc_ids)
     seed = _seed(q, dropout_p, dropout_seed)
-    options = Options(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
+    options = AttentionOptions(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
     out, _ = _attention_packed_fwd(qkv, heads, *options)
     return out
 

@@ -116,7 +116,7 @@ PARSERS = {
         flags.command(reproduce.Reproduce, words, prog="").only
     ),
     "bench.convergence": lambda words: flags.command(convergence.Convergence, words, prog=""),
-    "bench.tune": lambda words: tune.selected([90], tune.parse(words).only),
+    "bench.tune": lambda words: tune.selected([90], tune.parse_args(words).only),
     "_env": lambda words: words[0],
     "_tests": lambda words: all((ROOT / word).exists() for word in words if "tests/" in word),
     "_train": lambda words: configure(words[1:]),

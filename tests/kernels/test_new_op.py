@@ -16,7 +16,7 @@ from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from bench import cases, measure
 from fastgpt.kernels.checks import DTYPES
-from fastgpt.kernels.proof.compile import Case
+from fastgpt.kernels.proof.compile import Variant
 from fastgpt.kernels.rows import as_rows
 from fastgpt.kernels.runtime import Op, autocast_dtype, launch, recording, runs_kernels
 from fastgpt.kernels.spec import Make, Problem, Spec, Work, rows, work
@@ -92,9 +92,9 @@ def bytes_moved(s: Problem, itemsize: int) -> Work:
     return work((0, 2 * n), (0, 2 * n))
 
 
-def variants(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Variant]:
     x = torch.empty(64, 768, device="meta")
-    yield Case("N=768", lambda: double_fwd(x, x.dtype))
+    yield Variant("N=768", lambda: double_fwd(x, x.dtype))
 
 
 DOUBLE = Spec(
@@ -128,8 +128,8 @@ def test_errors_keep_the_rule_at_every_problem(device):
 def test_the_bench_judges_it_and_counts_its_bytes(device):
     case = cases.Case(DOUBLE, "typical", DOUBLE.problems["typical"], "fp32", {})
     assert case.work()["both"] == (0, 4 * 15 * 24 * 4)
-    judge = measure.Judge(case, device)
-    assert judge.complaints(case.implementations["ours"](device))[0] == []
+    checker = measure.Checker(case, device)
+    assert checker.complaints(case.implementations["ours"](device))[0] == []
 
 
 def test_its_forms_are_recorded_as_they_would_be_launched():

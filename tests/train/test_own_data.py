@@ -1,4 +1,4 @@
-"""Own data sets of torch.utils.data through the trainer: its order, ranks, masks and resuming."""
+"""Own datasets of torch.utils.data through the trainer: its order, ranks, masks and resuming."""
 
 import re
 from dataclasses import replace

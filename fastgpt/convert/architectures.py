@@ -1,4 +1,4 @@
-"""Model families of Hugging Face that a GPT can be: GPT-2, Llama and Qwen3."""
+"""Architectures of Hugging Face that a GPT can be: GPT-2, Llama and Qwen3."""
 
 import re
 from dataclasses import replace
@@ -11,7 +11,14 @@ import torch
 from fastgpt.config.checks import flag
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import BIAS_PLACES, ModelConfig, bias_of
-from fastgpt.convert.family import NONE_HAS, Family, Fields, Settings, TensorMap, either
+from fastgpt.convert.architecture import (
+    NONE_HAS,
+    Architecture,
+    ConfigReader,
+    HFConfig,
+    TensorMap,
+    either,
+)
 from fastgpt.errors import UserError, reason, shown
 from fastgpt.model.build import build_model
 from fastgpt.ops import tables
@@ -34,7 +41,7 @@ DROPOUTS = {
 """Their field -> our places of dropout."""
 
 
-def _gpt2_write(config: ModelConfig) -> Settings:
+def _gpt2_write(config: ModelConfig) -> HFConfig:
     return {
         "n_ctx": config.context,  # read by llama.cpp
         "activation_function": next(x for x in GELUS if ACTIVATIONS[x] == config.activation),
@@ -44,13 +51,13 @@ def _gpt2_write(config: ModelConfig) -> Settings:
     }
 
 
-def _gpt2_read(fields: Fields) -> Settings:
+def _gpt2_read(fields: ConfigReader) -> HFConfig:
     fields.require("scale_attn_weights", True)
     fields.require("scale_attn_by_inverse_layer_idx", False)
     fields.require("add_cross_attention", False)
-    own = fields.inner("fastgpt")
-    has_bias = own.get("bias", bool, True)
-    biases = {place: own.get(name, bool, has_bias) for name, place in BIASES.items()}
+    extra = fields.inner("fastgpt")
+    has_bias = extra.get("bias", bool, True)
+    biases = {place: extra.get(name, bool, has_bias) for name, place in BIASES.items()}
     return {
         "activation": ACTIVATIONS[fields.require("activation_function", *GELUS)],
         "bias": bias_of(**biases),
@@ -63,10 +70,10 @@ def _gpt2_tensor(name: str, shape: torch.Size, _: ModelConfig) -> TensorMap:
     return TensorMap((f"transformer.{name}",), shape, transposed=matrix)
 
 
-GPT2 = Family(
-    architecture="GPT2LMHeadModel",
+GPT2 = Architecture(
+    class_name="GPT2LMHeadModel",
     model_type="gpt2",
-    needs=NONE_HAS | {
+    required=NONE_HAS | {
         "norm": ("layernorm",), "position": ("learned",), "qk_norm": (False,),
         "bias": tuple(
             bias_of(qkv=qkv, projection=projection, mlp=mlp)
@@ -87,7 +94,7 @@ GPT2 = Family(
     write=_gpt2_write,
     tensor=_gpt2_tensor,
     prefix="transformer.",
-    fills={"bias": True},
+    defaults={"bias": True},
 )  # fmt: skip
 
 # --- Llama, and Qwen3, which normalises queries and keys ------------------------------------------
@@ -98,11 +105,11 @@ SCALING = (
 """Names of the numbers in `ModelConfig.rotary_scaling`."""
 
 
-def _llama_write(config: ModelConfig) -> Settings:
+def _llama_write(config: ModelConfig) -> HFConfig:
     return _attention_write(config) | {"mlp_bias": config.bias_at("mlp")}
 
 
-def _attention_write(config: ModelConfig) -> Settings:
+def _attention_write(config: ModelConfig) -> HFConfig:
     numbers = config.rotary_scaling
     scaling = None if numbers is None else {"rope_type": "llama3"} | dict(zip(SCALING, numbers))
     return {
@@ -118,7 +125,7 @@ def _llama_bias(attention: bool, mlp: bool) -> Any:
     return bias_of(qkv=attention, projection=attention, mlp=mlp)
 
 
-def _llama_read(fields: Fields) -> Settings:
+def _llama_read(fields: ConfigReader) -> HFConfig:
     mlp_bias = fields.get("mlp_bias", bool, False)
     fields.require("hidden_act", "silu")
     fields.require("pretraining_tp", 1)
@@ -163,13 +170,13 @@ def _llama_tensor(name: str, shape: torch.Size, config: ModelConfig) -> TensorMa
     return TensorMap(tuple(f"{place}.{x}.{kind}" for x in PARTS[part]), shape, rows)
 
 
-_LLAMA_NEEDS = NONE_HAS | {
+_LLAMA_REQUIRED = NONE_HAS | {
     "norm": ("rmsnorm",), "position": ("rotary",), "activation": ("swiglu",),
 }  # fmt: skip
-LLAMA = Family(
-    architecture="LlamaForCausalLM",
+LLAMA = Architecture(
+    class_name="LlamaForCausalLM",
     model_type="llama",
-    needs=_LLAMA_NEEDS
+    required=_LLAMA_REQUIRED
     | {
         "qk_norm": (False,),
         "bias": tuple(_llama_bias(x, mlp) for x, mlp in product((True, False), repeat=2)),
@@ -191,13 +198,13 @@ LLAMA = Family(
 )
 
 
-def _qwen3_write(config: ModelConfig) -> Settings:
+def _qwen3_write(config: ModelConfig) -> HFConfig:
     # weights that are 1 there because they do not exist here
-    own = {"qk_norm_weight": config.qk_norm == "weighted"}
-    return _attention_write(config) | {"use_sliding_window": False, "fastgpt": own}
+    extra = {"qk_norm_weight": config.qk_norm == "weighted"}
+    return _attention_write(config) | {"use_sliding_window": False, "fastgpt": extra}
 
 
-def _qwen3_read(fields: Fields) -> Settings:
+def _qwen3_read(fields: ConfigReader) -> HFConfig:
     fields.require("use_sliding_window", False)
     for kind in fields.get("layer_types", list, []):
         if kind != "full_attention":
@@ -209,9 +216,9 @@ def _qwen3_read(fields: Fields) -> Settings:
 
 QWEN3 = replace(
     LLAMA,
-    architecture="Qwen3ForCausalLM",
+    class_name="Qwen3ForCausalLM",
     model_type="qwen3",
-    needs=_LLAMA_NEEDS
+    required=_LLAMA_REQUIRED
     | {
         "qk_norm": (True, "weighted"),
         "bias": tuple(_llama_bias(x, False) for x in (True, False)),
@@ -219,21 +226,21 @@ QWEN3 = replace(
     table=LLAMA.table | {"head_dim": ("head_size", int, 128)},  # transformers' default
     read=_qwen3_read,
     write=_qwen3_write,
-    fills={"qk_norm": "weighted"},
+    defaults={"qk_norm": "weighted"},
 )
 
 # --- choice ---------------------------------------------------------------------------------------
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, QWEN3)}
+ARCHITECTURES = {architecture.model_type: architecture for architecture in (GPT2, LLAMA, QWEN3)}
 
 
-def family_for(config: ModelConfig) -> Family:
-    """Returns the family that comes closest to a model, by its positions and QK-norm.
+def architecture_for(config: ModelConfig) -> Architecture:
+    """Returns the architecture that comes closest to a model, by its positions and QK-norm.
 
     Raises:
         UserError: it cannot express the model; the message names all settings that are the cause.
     """
-    family = GPT2 if config.position != "rotary" else QWEN3 if config.qk_norm else LLAMA
+    architecture = GPT2 if config.position != "rotary" else QWEN3 if config.qk_norm else LLAMA
     config = replace(config, bias=bias_of(**{x: config.bias_at(x) for x in BIAS_PLACES}))
     if config.kv_heads == config.num_heads:
         config = replace(config, num_kv_heads=None)
@@ -241,21 +248,21 @@ def family_for(config: ModelConfig) -> Family:
         config = replace(config, head_size=None)
     wrong = [
         f"{flag(f'model.{name}')} is {getattr(config, name)}, expected {either(allowed)}"
-        for name, allowed in family.needs.items()
+        for name, allowed in architecture.required.items()
         if getattr(config, name) not in allowed
     ]
     if wrong:
-        raise UserError(f"{family.architecture} cannot express this model: {'; '.join(wrong)}")
-    return family
+        raise UserError(f"{architecture.class_name} cannot express this model: {'; '.join(wrong)}")
+    return architecture
 
 
-def settings_for(config: ModelConfig) -> Settings:
+def settings_for(config: ModelConfig) -> HFConfig:
     """Returns the config.json of a model.
 
     Raises:
-        UserError: no family can express it.
+        UserError: no architecture can express it.
     """
-    family = family_for(config)
+    architecture = architecture_for(config)
     plain = replace(  # without the defaults that depend on other settings
         config,
         num_kv_heads=config.kv_heads,
@@ -263,33 +270,35 @@ def settings_for(config: ModelConfig) -> Settings:
         ffn_dim=config.ffn_width,
         norm_eps=config.epsilon,
     )
-    found = {theirs: getattr(plain, ours) for theirs, (ours, *_) in family.table.items()}
-    return found | family.write(config) | {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
+    found = {theirs: getattr(plain, ours) for theirs, (ours, *_) in architecture.table.items()}
+    return found | architecture.write(config) | {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
     }  # fmt: skip
 
 
-def config_from(settings: Settings) -> tuple[ModelConfig, Family, list[str]]:
-    """Translates a config.json: (our settings, the family, fields that nothing here knows).
+def config_from(settings: HFConfig) -> tuple[ModelConfig, Architecture, list[str]]:
+    """Translates a config.json: (our settings, the architecture, fields that nothing here knows).
 
     Raises:
-        UserError: the family is unknown, or it has settings that our model cannot express.
+        UserError: the architecture is unknown, or it has settings that our model cannot express.
     """
     kind = settings.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        raise UserError(f"config.json describes {shown(kind)}: expected {either(tuple(FAMILIES))}")
-    fields = Fields(settings)
-    ours = {name: fields.get(theirs, *how) for theirs, (name, *how) in family.table.items()}
+    architecture = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if architecture is None:
+        raise UserError(
+            f"config.json describes {shown(kind)}: expected {either(tuple(ARCHITECTURES))}"
+        )
+    fields = ConfigReader(settings)
+    ours = {name: fields.get(theirs, *how) for theirs, (name, *how) in architecture.table.items()}
     ours |= {
         "vocab_size": fields.get("vocab_size", int),
-        "tied": fields.get("tie_word_embeddings", bool, family is GPT2),
-    } | family.read(fields)  # fmt: skip
+        "tied": fields.get("tie_word_embeddings", bool, architecture is GPT2),
+    } | architecture.read(fields)  # fmt: skip
     try:
-        return ModelConfig(**ours), family, fields.unknown()
+        return ModelConfig(**ours), architecture, fields.unknown()
     except UserError as error:
         raise UserError(f"config.json does not go together: {error}") from error
 
@@ -308,18 +317,18 @@ def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     return {name: x.shape for name, x in model.state_dict().items()}
 
 
-def tensor_maps(family: Family | None, config: ModelConfig) -> dict[str, TensorMap]:
-    """Returns where each tensor of a model is, by our names; with no family they are theirs, too.
+def tensor_maps(architecture: Architecture | None, config: ModelConfig) -> dict[str, TensorMap]:
+    """Returns where each tensor of a model is, by our names; without one they are theirs.
 
     Tensors that our model lacks have a constant.
     """
-    own, maps = shapes(config), {}
-    filled = own if family is None else shapes(replace(config, **family.fills))
+    present, maps = shapes(config), {}
+    filled = present if architecture is None else shapes(replace(config, **architecture.defaults))
     for name, shape in filled.items():
-        if family is None or name == "lm_head.weight":
+        if architecture is None or name == "lm_head.weight":
             maps[name] = TensorMap((name,), shape)
         else:
-            maps[name] = family.tensor(name, shape, config)
-        if name not in own:
+            maps[name] = architecture.tensor(name, shape, config)
+        if name not in present:
             maps[name] = replace(maps[name], constant=0.0 if name.endswith(".bias") else 1.0)
     return maps
