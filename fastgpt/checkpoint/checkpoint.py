@@ -152,7 +152,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def kept_steps(folder: Path) -> set[float]:
+def saved_steps(folder: Path) -> set[float]:
     """Returns the steps of the checkpoints in `folder`, including `best`."""
     return {_step(path) for path in (*steps_on_disk(folder), folder / "best")}
 
@@ -205,11 +205,11 @@ def _on_all_ranks(path: Path, world: World, work: Callable[[], T]) -> T:
 def _verified(path: Path, world: World) -> dict[str, Any]:
     """Returns the record of a checkpoint; this rank verifies its share of the files."""
     record = read_record(path)
-    own = list(record["sha256"])[world.local_rank :: world.local_size]
+    local = list(record["sha256"])[world.local_rank :: world.local_size]
     for name, expected in record["sha256"].items():
         if not (path / name).is_file():
             raise UserError(f"checkpoint {path} is incomplete: {name} is missing")
-        if name in own and (found := sha256_of(path / name)) != expected:
+        if name in local and (found := sha256_of(path / name)) != expected:
             raise UserError(
                 f"checkpoint {path} is damaged: {name} has sha256 {found[:16]}..., "
                 f"expected {str(expected)[:16]}..."
@@ -248,8 +248,10 @@ def read_record(path: Path) -> dict[str, Any]:
             raise ValueError("it is damaged")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a checkpoint: cannot read its checkpoint.json") from error
-    if STEP.fullmatch(path.name) and path != (own := step_path(path.parent, record["step"])):
-        raise UserError(f"checkpoint {path} is of step {record['step']}: expected the name {own}")
+    if STEP.fullmatch(path.name) and path != (expected := step_path(path.parent, record["step"])):
+        raise UserError(
+            f"checkpoint {path} is of step {record['step']}: expected the name {expected}"
+        )
     return record
 
 
@@ -269,7 +271,7 @@ def find(
         try:
             return load(path, state=state, world=world), []
         except UserError as error:
-            raise UserError(f"{error}; {instead_of(path, state, world)}") from error
+            raise UserError(f"{error}; {previous_valid(path, state, world)}") from error
     for candidate in reversed(steps_on_disk(path / "checkpoints")):
         try:
             return load(candidate, state=state, world=world), complaints
@@ -283,7 +285,7 @@ def find(
     raise UserError(f"RUN {resume!r} {what}: expected the path of a run or checkpoint")
 
 
-def instead_of(path: Path, state: bool, world: World) -> str:
+def previous_valid(path: Path, state: bool, world: World) -> str:
     """Names the newest valid checkpoint before `path`, with `state` also how to resume there."""
     for earlier in reversed([x for x in steps_on_disk(path.parent) if _step(x) < _step(path)]):
         with suppress(UserError):

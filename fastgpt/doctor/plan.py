@@ -39,8 +39,8 @@ def of_run(
     for flag, value in (("--gpus", gpus), ("--tok-per-s", rate)):
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{flag} is {value}: expected a number greater than 0")
-    together = parallelize.non_dp_size(config.parallel, World(size=gpus))
-    world = World(size=gpus, local_size=gpus, non_dp_size=together)
+    together = parallelize.model_parallel_size(config.parallel, World(size=gpus))
+    world = World(size=gpus, local_size=gpus, model_parallel_size=together)
     shards = 1 if config.parallel.kind == "ddp" else parallelize.group_size(config.parallel, world)
     corpus, fault = prepared(config)
     vocab = config.model.vocab_size or (corpus.tokenizer.vocab_size if corpus else 256)

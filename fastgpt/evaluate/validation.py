@@ -62,7 +62,7 @@ def mean_loss(
     total, count, stopped = world.sum(totals).tolist()
     if stopped:
         raise Stopped
-    return total / count, int(count) // world.non_dp_size
+    return total / count, int(count) // world.model_parallel_size
 
 
 def perplexity(loss: float) -> float:

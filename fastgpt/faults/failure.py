@@ -44,7 +44,7 @@ ORPHAN_S = 7.0
 """Seconds in which a rank may save after its launcher has ended."""
 
 
-class Lifeline:
+class PeerMonitor:
     """Thread that ends this process after another rank has failed, or torchrun has ended."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Lifeline:
         process, parent = STARTED
         self._launcher = parent if process == os.getpid() else os.getppid()  # forked since
         self._wake, self._woken = Pipe()
-        self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="peer_monitor", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -164,7 +164,7 @@ def _greeted(peer: socket.socket, key: bytes) -> dict[Connection, int]:
     return {}
 
 
-lifeline = Lifeline()
+peer_monitor = PeerMonitor()
 """That of this process: it watches nothing before it is started."""
 
 
@@ -181,8 +181,8 @@ def abort_all_ranks() -> Iterator[None]:
         if dist.is_initialized():
             _leave(error)
         raise
-    lifeline.say(DONE)
-    lifeline.close()
+    peer_monitor.say(DONE)
+    peer_monitor.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -192,14 +192,14 @@ def _leave(error: BaseException) -> None:
     cause = error.__context__ if isinstance(error, SystemExit) else error
     # of gloo, whose errors have no class of their own, or of NCCL: the end of another rank
     collective = isinstance(error, dist.DistError) or "gloo" in str(error)
-    told = isinstance(cause, OtherRankError)  # the main rank prints it, once it has tidied up
-    if collective or told:
-        # the rank that failed first speaks, and the lifeline's thread ends this one
-        time.sleep(2 * GRACE_S if lifeline.loss.wait(ARRIVAL_S if told else GRACE_S) else 0)
+    reported = isinstance(cause, OtherRankError)  # the main rank prints it, once it has tidied up
+    if collective or reported:
+        # the rank that failed first speaks, and the peer monitor's thread ends this one
+        time.sleep(2 * GRACE_S if peer_monitor.loss.wait(ARRIVAL_S if reported else GRACE_S) else 0)
     if not isinstance(error, SystemExit):
         traceback.print_exception(error)
         tell_torchrun("".join(traceback.format_exception_only(error)).strip())
     sys.stdout.flush()
     sys.stderr.flush()
-    lifeline.say(FAILED)
+    peer_monitor.say(FAILED)
     os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fastgpt.device.device import kind_of
 from fastgpt.errors import OtherRankError, UserError, counted
-from fastgpt.faults.failure import ARRIVAL_S, lifeline
+from fastgpt.faults.failure import ARRIVAL_S, peer_monitor
 
 T = TypeVar("T")
 
@@ -30,18 +30,18 @@ class World:
     size: int = 1
     local_size: int = 1
     """Number of ranks on this machine."""
-    non_dp_size: int = 1
+    model_parallel_size: int = 1
     """Number of neighbouring ranks that read the same data and compute it together."""
 
     @property
     def dp_size(self) -> int:
         """Number of data-parallel groups: ranks of one read the same data."""
-        return self.size // self.non_dp_size
+        return self.size // self.model_parallel_size
 
     @property
     def dp_rank(self) -> int:
         """Index of this rank's data-parallel group."""
-        return self.rank // self.non_dp_size
+        return self.rank // self.model_parallel_size
 
     @property
     def is_main(self) -> bool:
@@ -81,7 +81,7 @@ class World:
         """Waits until every rank has called this."""
         self.sum(torch.zeros(())).item()
 
-    def patient_group(self) -> Any:
+    def long_timeout_group(self) -> Any:
         """Makes a group of all ranks that waits up to 30 days; a collective operation."""
         return dist.new_group(backend="gloo", timeout=timedelta(days=30)) if self.size > 1 else None
 
@@ -118,13 +118,13 @@ def start(device_type: str) -> World:
             f"RANK is set, but not {', '.join(missing)}: expected all that torchrun sets, or none"
         )
     world = World(*(int(os.environ[name]) for name in needed[:4]))
-    lifeline.start()
+    peer_monitor.start()
     _take_device(device_type, world)
     if not dist.is_initialized():
         backend, store = kind_of(device_type).backend, _rendezvous_store(world)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
         if world.size > 1:
-            lifeline.connect(world.rank, world.size, world.broadcast_object)
+            peer_monitor.connect(world.rank, world.size, world.broadcast_object)
     return world
 
 
@@ -161,16 +161,16 @@ def _rendezvous_store(world: World) -> Any:
         store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     except dist.DistError as error:
         raise UserError(f"the ranks did not meet within {seconds:g} s: {longer}") from error
-    own, late = secrets.token_hex(8), 0
-    store.set(f"name/{world.rank}", own)
+    token, late = secrets.token_hex(8), 0
+    store.set(f"name/{world.rank}", token)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if world.is_main:
             for name in (f"name/{i}" for i in range(world.size)):
                 if store.check([name]):
-                    store.set(f"start/{store.get(name).decode()}", own)
-        if store.check([f"start/{own}"]):
-            start = PrefixStore(store.get(f"start/{own}").decode(), store)
+                    store.set(f"start/{store.get(name).decode()}", token)
+        if store.check([f"start/{token}"]):
+            start = PrefixStore(store.get(f"start/{token}").decode(), store)
             start.set(f"arrived/{world.rank}", "")
             arrived = [start.check([f"arrived/{i}"]) for i in range(world.size)]
             if all(arrived):

@@ -72,7 +72,7 @@ def shard(
         weights.update(built.named_parameters())
         return dict(built.named_buffers())
 
-    buffers = world.on_rank0(built_buffers, world.patient_group())
+    buffers = world.on_rank0(built_buffers, world.long_timeout_group())
     model.to_empty(device=mesh.device_type)
     for name, weight in model.named_parameters():
         order = qkv_permutation(model.config, name, config.tp) if config.tp > 1 else None
@@ -113,8 +113,8 @@ def gathered(x: Tensor, like: Tensor) -> Tensor:
     """
     if not is_sharded(like):
         return x
-    whole = full_tensor(x, like)
-    return whole.to("cpu", copy=True) if like.device_mesh.get_rank() == 0 else torch.empty(0)
+    full = full_tensor(x, like)
+    return full.to("cpu", copy=True) if like.device_mesh.get_rank() == 0 else torch.empty(0)
 
 
 def shard_like(x: Tensor, like: Tensor, source: int | None = None) -> Tensor:

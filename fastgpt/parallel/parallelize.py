@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def non_dp_size(config: ParallelConfig, world: World) -> int:
+def model_parallel_size(config: ParallelConfig, world: World) -> int:
     """Returns the number of neighbouring ranks that read the same data."""
     group = config.cp * config.tp
     if world.size % group:
@@ -57,7 +57,7 @@ def group_size(config: ParallelConfig, world: World) -> int:
     given = f"--parallel.kind {config.kind} makes groups of {group} ranks"
     if world.size % group:
         raise UserError(f"{given}: expected a divisor of the number of ranks, {world.size}")
-    if group % non_dp_size(config, world):
+    if group % model_parallel_size(config, world):
         raise UserError(
             f"{given}: expected a multiple of --parallel.cp x --parallel.tp,"
             f" {config.cp * config.tp}"
@@ -124,7 +124,7 @@ def build_parallel_model(
         ops = replace(ops, norms=replace(ops.norms, fuses_bias_grad=False))
     if parallel.tp > 1:
         ops = replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})
-    mesh = build_mesh(parallel, world, device) if sharded or world.non_dp_size > 1 else None
+    mesh = build_mesh(parallel, world, device) if sharded or world.model_parallel_size > 1 else None
     options: dict[str, Any] = {
         "label_smoothing": config.train.label_smoothing,
         "z_loss": config.train.z_loss,
@@ -137,17 +137,17 @@ def build_parallel_model(
         group = mesh._unflatten(number, (groups, parallel.cp), ("data", "context"))["context"]
         options["cp_shard"] = ContextShard(group.get_local_rank(), group.size(), group.get_group())
 
-    def whole() -> GPT:
+    def build_full_model() -> GPT:
         torch.manual_seed(config.seed)
         return build_model(config.model, ops, **options)
 
     if mesh is None or not sharded:
-        return whole().to(device)
+        return build_full_model().to(device)
     with torch.device("meta"):
-        model = whole()
+        model = build_full_model()
     if compiled:  # as a whole it has FSDP's hooks, which are not compiled
         compile_blocks(model, device)
-    shard(model, whole, parallel, mesh, world, gradients=config.train.ddp_dtype)
+    shard(model, build_full_model, parallel, mesh, world, gradients=config.train.ddp_dtype)
     return model
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastgpt.faults.failure import lifeline
+from fastgpt.faults.failure import peer_monitor
 from fastgpt.parallel.distributed import World
 
 REQUEUE = 75
@@ -49,11 +49,11 @@ class StopSignal:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        lifeline.stopping = True
+        peer_monitor.stopping = True
         if number in self.DEFAULTS:  # timeout and other wrappers pass on what the terminal sent too
             self._set(dict.fromkeys(self.DEFAULTS, signal.SIG_IGN))
         self.requeue |= self.received.name == "SIGUSR1"
-        if not lifeline.loss.is_set():  # else torchrun ends the other ranks
+        if not peer_monitor.loss.is_set():  # else torchrun ends the other ranks
             self._tell(self.received)
         if number in self.DEFAULTS:
             time.sleep(REPEATED_S)

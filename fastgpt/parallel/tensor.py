@@ -99,8 +99,8 @@ def linear_cross_entropy(
     first = mesh.get_local_rank() * logits.shape[1]
     padding = torch.arange(logits.shape[1], device=x.device) + first >= V
     # finite, because a rank may have padding only, whose log-sum-exp must have a gradient
-    own = logits.masked_fill(padding, torch.finfo(logits.dtype).min).logsumexp(-1)
-    lse = all_gather(own[:, None], weight).logsumexp(-1)
+    local_lse = logits.masked_fill(padding, torch.finfo(logits.dtype).min).logsumexp(-1)
+    lse = all_gather(local_lse[:, None], weight).logsumexp(-1)
     targets = targets.flatten()
     columns = targets - first
     outside = (columns < 0) | (columns >= logits.shape[1])

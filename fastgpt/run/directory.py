@@ -62,14 +62,14 @@ def without_auto(config: Config) -> Config:
     return replace(config, run_dir=run, resume=resume and str(resume))
 
 
-def begins_again(path: Path) -> bool:
+def has_no_checkpoint(path: Path) -> bool:
     """Returns True if `path` is a run without a checkpoint, which starts from its first step."""
     return is_run(path) and not checkpoint.steps_on_disk(path / "checkpoints")
 
 
 def resumes(resume: str | None) -> bool:
     """Returns True if `resume` stands for a checkpoint; False for a run that has none yet."""
-    return resume is not None and not begins_again(Path(resume))
+    return resume is not None and not has_no_checkpoint(Path(resume))
 
 
 def resumed_name(resume: str | None) -> str | None:
@@ -105,20 +105,20 @@ def open_run_dir(path: Path, config: Config, step: int, ranks: int = 1) -> str |
         UserError: the directory holds another run, or cannot be written.
     """
     resume, known = config.resume, (path / "config.json").exists()
-    goes_on = resume is not None and Path(resume).resolve().is_relative_to(path.resolve())
-    if known and not goes_on:
+    resumed = resume is not None and Path(resume).resolve().is_relative_to(path.resolve())
+    if known and not resumed:
         raise UserError(
             f"{path} holds a run already: pass another --run-dir; to resume that run:"
             f" {resume_command(path, ranks)}"
         )
-    again = begins_again(path)
+    restarts = has_no_checkpoint(path)
     with writing(path):
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        kept = _set_log_aside(path) if again else ""
-        _set_aside_after(path, step)
+        note = _quarantine_logs(path) if restarts else ""
+        _quarantine_newer(path, step)
         if not known:  # else with the first step that is taken with these settings
             write_config(path, config)
-    return f"{path} has no checkpoint yet: starting from its first step{kept}" if again else None
+    return f"{path} has no checkpoint yet: starting from its first step{note}" if restarts else None
 
 
 def write_config(path: Path, config: Config) -> None:
@@ -134,7 +134,7 @@ def _abandoned(path: Path) -> Path:
     return aside
 
 
-def _set_aside_after(path: Path, step: int) -> None:
+def _quarantine_newer(path: Path, step: int) -> None:
     """Moves checkpoints later than `step` to a new `abandoned_N`, with copies of the logs."""
     if later := checkpoint.later_than(path / "checkpoints", step):
         aside = _abandoned(path)
@@ -146,7 +146,7 @@ def _set_aside_after(path: Path, step: int) -> None:
             old.rename(aside / "checkpoints" / old.name)
 
 
-def _set_log_aside(path: Path) -> str:
+def _quarantine_logs(path: Path) -> str:
     """Moves the logs of a run to `abandoned_N`, and returns a clause that says so."""
     logs = ("metrics.jsonl", "samples.txt", "loss.png", "events.out.tfevents.*", "*.tracked")
     files = [file for pattern in logs for file in path.glob(pattern)]
@@ -158,7 +158,7 @@ def _set_log_aside(path: Path) -> str:
     return f"; its earlier logs are kept in {aside}"
 
 
-def way_back(path: Path, ranks: int) -> str:
+def resume_hint(path: Path, ranks: int) -> str:
     """Returns a clause for error messages: a run's newest checkpoint and the command to resume."""
     if not is_run(path):
         return "nothing is left there to resume"

@@ -65,7 +65,7 @@ def _corpora(config: Config, source: OpenedModel | None, world: World, warn: War
             opened(report).orders(config.model.context, config.seed)
 
     # the main rank downloads, prepares and checks the data, then all ranks open it
-    world.on_rank0(open_once, world.patient_group())
+    world.on_rank0(open_once, world.long_timeout_group())
     return opened()
 
 

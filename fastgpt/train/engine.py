@@ -120,14 +120,14 @@ class Engine:
         """
         self.device = on = device.pick_device(config.train.device)
         world = distributed.start(on)
-        together = parallelize.non_dp_size(config.parallel, world)
-        self.world = world = replace(world, non_dp_size=together)
+        together = parallelize.model_parallel_size(config.parallel, world)
+        self.world = world = replace(world, model_parallel_size=together)
         self.precision = precision = world.on_rank0(
             lambda: device.pick_precision(precision_asked(config, on, warn), on)
         )
         self.sharded = parallelize.shards_weights(config.parallel, world)
         """True if each rank holds a part of each weight."""
-        self.has_forward_collectives = self.sharded or world.non_dp_size > 1
+        self.has_forward_collectives = self.sharded or world.model_parallel_size > 1
         """True if ranks exchange tensors in each forward."""
         self.narrow_residual = device.pick_residual(config.train.residual, on, precision)
         if config.ops.attention == "flash_attn" and precision == "fp32":
@@ -169,7 +169,7 @@ class Engine:
             config.model, self.micro_batch, precision, self.compiled, self.narrow_residual
         )
         chosen, self.trials = world.on_rank0(
-            lambda: choose.choose(config.ops, sizes, on, warn), world.patient_group()
+            lambda: choose.choose(config.ops, sizes, on, warn), world.long_timeout_group()
         )
         self.ops = tables.select(chosen, on)
 

@@ -158,5 +158,5 @@ def _check_finite(found: Checkpoint, model: GPT, optimizers: Optimizers, world: 
     try:
         check_weights([*optimizers.parameters, *moments], names, found.step)
     except UserError as error:
-        earlier = checkpoint.instead_of(found.path, True, world)
+        earlier = checkpoint.previous_valid(found.path, True, world)
         raise UserError(f"checkpoint {found.path} is damaged: {error}; {earlier}") from error

@@ -129,7 +129,7 @@ class Trainer:
         title = f"{path.name}: {config.recipe}, {short(known['parameters'])} parameters"
         self.log = MetricsLog(path, engine.step, title, warn, config.track)
         # the best is chosen among the checkpoints on disk, as in a run without interruption
-        kept = checkpoint.kept_steps(path / "checkpoints")
+        kept = checkpoint.saved_steps(path / "checkpoints")
         losses = {r["step"]: r["val_loss"] for r in comparable(self.log.records)}
         self.best = min(((losses[s], s) for s in kept if s in losses), default=self.best)
         manifest.write(path / "manifest.json", known)
@@ -154,12 +154,12 @@ class Trainer:
             raise UserError(
                 f"step {self.engine.step}: no GPU memory left with micro-batches of "
                 f"{self.engine.micro_batch}: pass a smaller --train.micro-batch (same batch size); "
-                f"{self._way_back()}"
+                f"{self._resume_hint()}"
             ) from error
         except UserError as error:
-            raise type(error)(f"{error}; {self._way_back()}") from error
+            raise type(error)(f"{error}; {self._resume_hint()}") from error
         except KeyboardInterrupt as error:
-            said = f"at step {self.engine.step}, without saving it; {self._way_back()}"
+            said = f"at step {self.engine.step}, without saving it; {self._resume_hint()}"
             raise KeyboardInterrupt(said) from error
         finally:
             # after a failure, torchrun sends SIGTERM to the other ranks: no line about that
@@ -260,10 +260,12 @@ class Trainer:
         seen = any(r["step"] == step and "val_loss" in r for r in records)
         return self.world.broadcast_object(due and not seen)
 
-    def _way_back(self) -> str:
+    def _resume_hint(self) -> str:
         """Returns a clause for error messages: the last checkpoint, and the command to resume."""
         self._settle(self.saver.wait)
-        return directory.way_back(self.lock.place if self.lock else self.run_dir, self.world.size)
+        return directory.resume_hint(
+            self.lock.place if self.lock else self.run_dir, self.world.size
+        )
 
     def _log(self) -> None:
         engine, optim = self.engine, self.config.optim

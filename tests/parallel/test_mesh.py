@@ -11,7 +11,7 @@ from fastgpt.data.items import IGNORED
 from fastgpt.errors import UserError
 from fastgpt.model.context_split import ContextShard
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.parallelize import check_combination, group_size, non_dp_size
+from fastgpt.parallel.parallelize import check_combination, group_size, model_parallel_size
 from fastgpt.train.micro_batch import largest_micro_batch
 
 FSDP, HSDP = "--parallel.kind fsdp", "--parallel.kind hsdp"
@@ -30,7 +30,7 @@ CP, TP = "--parallel.cp 2", f"{FSDP} --parallel.tp 2"
 )
 def test_ranks_that_hold_the_model_together_or_read_the_same_data(settings, group, same_data):
     config, world = ParallelConfig(**settings), World(size=8)
-    assert (group_size(config, world), non_dp_size(config, world)) == (group, same_data)
+    assert (group_size(config, world), model_parallel_size(config, world)) == (group, same_data)
 
 
 def check(flags: list[str], ranks: int) -> None:
@@ -38,9 +38,11 @@ def check(flags: list[str], ranks: int) -> None:
     config = parse(flags)
     config = replace(config, model=replace(config.model, vocab_size=256))
     parallel, world = config.parallel, World(size=ranks)
-    non_dp_size(parallel, world)
+    model_parallel_size(parallel, world)
     group_size(parallel, world)
-    largest_micro_batch(config, replace(world, non_dp_size=parallel.cp * parallel.tp), print)
+    largest_micro_batch(
+        config, replace(world, model_parallel_size=parallel.cp * parallel.tp), print
+    )
     check_combination(config, config.train.precision)
 
 

@@ -9,14 +9,14 @@ from queue import Queue
 import pytest
 
 from fastgpt.faults import failure
-from fastgpt.faults.failure import DONE, KILLED, Lifeline
+from fastgpt.faults.failure import DONE, KILLED, PeerMonitor
 
 
 def joined(rank, broadcast):
-    lifeline = Lifeline()
-    lifeline.start()
-    lifeline.connect(rank, 2, broadcast)
-    return lifeline
+    peer_monitor = PeerMonitor()
+    peer_monitor.start()
+    peer_monitor.connect(rank, 2, broadcast)
+    return peer_monitor
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def ranks(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr(failure, "HELLO_S", 1)
     noticed, said = [], Queue()
-    monkeypatch.setattr(Lifeline, "end_after", lambda _, rank, word: noticed.append((rank, word)))
+    monkeypatch.setattr(PeerMonitor, "end_after", lambda _, rank, word: noticed.append((rank, word)))
     with ThreadPoolExecutor(1) as thread:
         main = thread.submit(joined, 0, said.put)
         place = said.get()
