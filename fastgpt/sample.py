@@ -122,7 +122,7 @@ def main(argv: list[str]) -> None:
     autocast = device.autocast(on, precision)
     said = best and f"sampling from {best}, step {read_record(best)['step']}, of lowest val loss"
     if config.chat:
-        template = template_of(found.hf_sidecars)
+        template = template_of(found.hf_files)
         if template is None:
             raise UserError(f"{config.run} has no chat template: expected a model that can chat")
         generator = torch.Generator().manual_seed(config.seed)

@@ -67,7 +67,7 @@ def save(
     Args:
         keep: number of newest checkpoints that are not removed.
         keep_every: checkpoints at multiples of this step are not removed either; 0: only `keep`.
-        huggingface_json: of a model that was converted, its `Source.hf_sidecars`.
+        huggingface_json: of a model that was converted, its `Source.hf_files`.
 
     Raises:
         UserError: the disk is full or cannot be written; no partial checkpoint is left.

@@ -21,8 +21,8 @@ from torch import Tensor
 from fastgpt.checkpoint.tensors import Weights, unpickle
 from fastgpt.commands import install_command
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.families import LLAMA, QWEN3, config_from, tensor_maps
-from fastgpt.convert.family import Settings, either
+from fastgpt.convert.architecture import HFConfig, either
+from fastgpt.convert.architectures import LLAMA, QWEN3, config_from, tensor_maps
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError, brief, shown
 
@@ -151,7 +151,7 @@ def gguf_package() -> Any:
     return gguf
 
 
-def read_gguf(path: Path) -> tuple[Settings, Weights, Tokenizer, dict[str, str]]:
+def read_gguf(path: Path) -> tuple[HFConfig, Weights, Tokenizer, dict[str, str]]:
     """Reads a Llama or Qwen3: (config.json, weights in fp32, tokenizer, other files by name).
 
     Raises:
@@ -164,16 +164,16 @@ def read_gguf(path: Path) -> tuple[Settings, Weights, Tokenizer, dict[str, str]]
         reader = gguf.GGUFReader(path)
         said = {name: x.contents() for name, x in reader.fields.items()}
         settings = _settings(said, {x.name: x.shape for x in reader.tensors})
-        config, family, _ = config_from(settings)
+        config, architecture, _ = config_from(settings)
         names = gguf.get_tensor_name_map(
-            gguf.MODEL_ARCH[family.model_type.upper()], config.num_layers
+            gguf.MODEL_ARCH[architecture.model_type.upper()], config.num_layers
         )
         theirs: dict[Any, str] = {
             names.get_name(name, (".weight", ".bias")): name
-            for x in tensor_maps(family, config).values()
+            for x in tensor_maps(architecture, config).values()
             for name in x.names
         }
-        tokenizer, kept = JsonTokenizer(_tokenizer(said)), _sidecars(said)
+        tokenizer, kept = JsonTokenizer(_tokenizer(said)), _hf_files(said)
     except Exception as error:  # the package checks little
         why = str(error) if isinstance(error, UserError) else brief(error)
         raise UserError(f"{path} cannot be read as GGUF: {why}") from error
@@ -186,7 +186,7 @@ def read_gguf(path: Path) -> tuple[Settings, Weights, Tokenizer, dict[str, str]]
         except NotImplementedError as error:
             known = "F32, F16, BF16, Q8_0, Q4_0 or Q4_1"
             raise UserError(f"{path}: {name}: {error}: expected {known}") from error
-        if family is LLAMA and ("q_proj" in name or "k_proj" in name):  # see write_gguf
+        if architecture is LLAMA and ("q_proj" in name or "k_proj" in name):  # see write_gguf
             pairs = x.unflatten(0, (-1, config.head_dim // 2, 2))
             return pairs.transpose(1, 2).reshape(x.shape)
         return x
@@ -194,18 +194,18 @@ def read_gguf(path: Path) -> tuple[Settings, Weights, Tokenizer, dict[str, str]]
     return settings, Weights(plan, tensor), tokenizer, kept
 
 
-def _settings(said: Settings, shapes: dict[str, Any]) -> Settings:
+def _settings(said: HFConfig, shapes: dict[str, Any]) -> HFConfig:
     """Translates the metadata of a file to a config.json."""
     kind = said["general.architecture"]
-    family = {"llama": LLAMA, "qwen3": QWEN3}.get(kind)
-    if family is None:
+    architecture = {"llama": LLAMA, "qwen3": QWEN3}.get(kind)
+    if architecture is None:
         raise UserError(f"general.architecture is {shown(kind)}: expected llama or qwen3")
     own = {name.removeprefix(f"{kind}."): value for name, value in said.items()}
     for name, value in own.items():
         if isinstance(value, float):  # it has 32 bits there
             own[name] = float(f"{value:.7g}")
-    found: Settings = {
-        theirs: own.get(KEYS.get(ours, "")) for theirs, (ours, *_) in family.table.items()
+    found: HFConfig = {
+        theirs: own.get(KEYS.get(ours, "")) for theirs, (ours, *_) in architecture.table.items()
     }
     scaling = own.get("rope.scaling.type", "none")
     return found | {
@@ -220,17 +220,17 @@ def _settings(said: Settings, shapes: dict[str, Any]) -> Settings:
     }
 
 
-def _sidecars(said: Settings) -> dict[str, str]:
+def _hf_files(said: HFConfig) -> dict[str, str]:
     """Returns the files of Hugging Face with the chat template and the ids of begin and end."""
     ids = {x: said.get(f"tokenizer.ggml.{x}") for x in ("bos_token_id", "eos_token_id")}
     tokens = said["tokenizer.ggml.tokens"]
-    own: Settings = {x.removesuffix("_id"): tokens[id] for x, id in ids.items() if id is not None}
+    own: HFConfig = {x.removesuffix("_id"): tokens[id] for x, id in ids.items() if id is not None}
     own["tokenizer_class"] = "PreTrainedTokenizerFast"
     own["chat_template"] = said.get("tokenizer.chat_template")
     return {"tokenizer_config.json": json.dumps(own), "config.json": json.dumps(ids)}
 
 
-def _tokenizer(said: Settings) -> str:
+def _tokenizer(said: HFConfig) -> str:
     """Returns a tokenizer.json with the vocabulary of a file."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fastgpt.convert import vocabulary
-from fastgpt.convert.families import GPT2, LLAMA, QWEN3, family_for, tensor_maps
+from fastgpt.convert.architectures import GPT2, LLAMA, QWEN3, architecture_for, tensor_maps
 from fastgpt.convert.foreign import gguf_package
 from fastgpt.convert.source import OpenedModel
 from fastgpt.convert.target import begin_and_end, renamed
@@ -30,14 +30,14 @@ def write_gguf(source: OpenedModel, target: Path, dtype: str) -> None:
         UserError: the package `gguf` is missing, or GGUF lacks the model or its tokenizer.
     """
     gguf = gguf_package()
-    config, family, kind = source.config, family_for(source.config), KINDS[dtype]
-    biased = family is QWEN3 and (config.bias_at("qkv") or config.bias_at("projection"))
+    config, architecture, kind = source.config, architecture_for(source.config), KINDS[dtype]
+    biased = architecture is QWEN3 and (config.bias_at("qkv") or config.bias_at("projection"))
     if config.activation not in ("gelu_tanh", "swiglu") or config.rotary_scaling or biased:
         raise UserError(
             f"llama.cpp cannot express this model: --model.activation is {config.activation},"
             " expected gelu_tanh or swiglu; no --model.rotary-scaling; --model.qk-norm without bias"
         )
-    writer = gguf.GGUFWriter(target, family.model_type, use_temp_file=True)
+    writer = gguf.GGUFWriter(target, architecture.model_type, use_temp_file=True)
     writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_block_count(config.num_layers)
@@ -46,7 +46,7 @@ def write_gguf(source: OpenedModel, target: Path, dtype: str) -> None:
     writer.add_feed_forward_length(config.ffn_width)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.kv_heads)
-    if family is GPT2:
+    if architecture is GPT2:
         writer.add_layer_norm_eps(config.epsilon)
     else:
         writer.add_layer_norm_rms_eps(config.epsilon)
@@ -55,12 +55,14 @@ def write_gguf(source: OpenedModel, target: Path, dtype: str) -> None:
         writer.add_rope_freq_base(config.rotary_base)
     _add_vocabulary(writer, source, gguf.TokenType)
 
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.model_type.upper()], config.num_layers)
-    maps = tensor_maps(family, config)
-    if family is GPT2:  # its matrices are (inputs, outputs) at Hugging Face, but not in GGUF
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH[architecture.model_type.upper()], config.num_layers
+    )
+    maps = tensor_maps(architecture, config)
+    if architecture is GPT2:  # its matrices are (inputs, outputs) at Hugging Face, but not in GGUF
         maps = {name: replace(x, transposed=False) for name, x in maps.items()}
     for theirs, x in renamed(source.weights, maps, torch.float32):
-        if family is LLAMA and ("q_proj" in theirs or "k_proj" in theirs):
+        if architecture is LLAMA and ("q_proj" in theirs or "k_proj" in theirs):
             # llama.cpp rotates neighbours; we and its Qwen3 rotate elements half a head apart
             x = x.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).reshape(x.shape)
         name = names.get_name(theirs, (".weight", ".bias")) or theirs
@@ -113,5 +115,5 @@ def _add_vocabulary(writer: Any, source: OpenedModel, types: Any) -> None:
     writer.add_eos_token_id(end)
     writer.add_bos_token_id(end if begin is None else begin)
     writer.add_add_bos_token(bool(tokenizer and tokenizer.begin_ids))
-    if (template := text_elsewhere(source.hf_sidecars, tokenizer)) is not None:
+    if (template := text_elsewhere(source.hf_files, tokenizer)) is not None:
         writer.add_chat_template(template)

@@ -11,8 +11,8 @@ from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.checkpoint.tensors import Weights
 from fastgpt.config.config import OpsConfig, saved_config
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.families import config_from, tensor_maps
-from fastgpt.convert.family import Family, Settings, TensorMap
+from fastgpt.convert.architecture import Architecture, HFConfig, TensorMap
+from fastgpt.convert.architectures import config_from, tensor_maps
 from fastgpt.convert.foreign import read_gguf, read_llmc, read_nanogpt
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, reason, shown
@@ -27,7 +27,7 @@ HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|distilgpt2|[\w.-]+/[\w.-]+")
 FILES = ("*.safetensors", "*.json", "*.jinja")
 """Files of a hub repository that are downloaded, but not those of its folders: no pickles."""
 READERS = {".pt": read_nanogpt, ".bin": read_llmc}
-SIDECARS = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json")
+HF_FILES = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json")
 """Files of Hugging Face with a chat template or the ends of an answer, kept as they are."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id")
 """Fields of a config.json that a run keeps, as nothing else says them; the second may be a list."""
@@ -45,16 +45,16 @@ class OpenedModel:
     """By our names, in the dtype of the file, without padding of the vocabulary."""
     tokenizer: Tokenizer | None = None
     warnings: list[str] = field(default_factory=list)
-    hf_sidecars: dict[str, str] = field(default_factory=dict)
-    """Text of the files `SIDECARS` by name, and of config.json the fields `TOKEN_IDS`."""
+    hf_files: dict[str, str] = field(default_factory=dict)
+    """Text of the files `HF_FILES` by name, and of config.json the fields `TOKEN_IDS`."""
 
     def __post_init__(self) -> None:
         if self.tokenizer is None:
             return
         stops = set()
         for name in ("config.json", "generation_config.json"):
-            kept = parse_object(self.hf_sidecars.get(name, "{}"), self.path / name)
-            ids = token_ids(kept, name).get("eos_token_id", [])
+            settings = parse_object(self.hf_files.get(name, "{}"), self.path / name)
+            ids = token_ids(settings, name).get("eos_token_id", [])
             stops.update(ids if isinstance(ids, list) else [ids])
         self.tokenizer.stop_ids = frozenset(stops)
 
@@ -147,11 +147,11 @@ def _of_run(path: Path) -> OpenedModel:
         weights=_mapped(found.path, found.weights, config),
         tokenizer=load_tokenizer(tokenizer) if tokenizer.exists() else None,
         warnings=complaints,
-        hf_sidecars=read_sidecars(found.path / "huggingface.json"),
+        hf_files=read_hf_files(found.path / "huggingface.json"),
     )
 
 
-def read_sidecars(path: Path) -> dict[str, str]:
+def read_hf_files(path: Path) -> dict[str, str]:
     """Reads the files that a conversion kept in `huggingface.json`, if any: names and texts."""
     found = parse_object(_text(path), path) if path.exists() else {}
     if not all(isinstance(text, str) for text in found.values()):
@@ -182,8 +182,8 @@ def _downloaded(name: str) -> Path:
 
 
 def _of_folder(path: Path) -> OpenedModel:
-    settings, stored, tokenizer, sidecars = (read_gguf if path.is_file() else _parts)(path)
-    config, family, unknown = config_from(settings)
+    settings, stored, tokenizer, hf_files = (read_gguf if path.is_file() else _parts)(path)
+    config, architecture, unknown = config_from(settings)
     warnings = [f"config.json: unknown and ignored: {', '.join(unknown)}"] if unknown else []
     assert config.vocab_size is not None
     if tokenizer is not None and config.vocab_size < tokenizer.vocab_size:
@@ -191,19 +191,19 @@ def _of_folder(path: Path) -> OpenedModel:
             f"{path}: the tokenizer has {tokenizer.vocab_size:,} tokens, and config.json has"
             f" vocab_size {config.vocab_size:,}: expected at least as many"
         )
-    weights = _mapped(path, stored, config, family)
-    return OpenedModel(path, config, weights, tokenizer, warnings, sidecars)
+    weights = _mapped(path, stored, config, architecture)
+    return OpenedModel(path, config, weights, tokenizer, warnings, hf_files)
 
 
-def _parts(path: Path) -> tuple[Settings, Weights, Tokenizer | None, dict[str, str]]:
+def _parts(path: Path) -> tuple[HFConfig, Weights, Tokenizer | None, dict[str, str]]:
     """Reads a folder: (config.json, weights by their names there, tokenizer, other files)."""
     settings = parse_object(_text(path / "config.json"), path / "config.json")
     prefix = config_from(settings)[1].prefix
     tokenizer = load_tokenizer(path) if (path / TOKENIZER_FILE).is_file() else None
-    sidecars = {name: _text(path / name) for name in SIDECARS if (path / name).is_file()}
+    hf_files = {name: _text(path / name) for name in HF_FILES if (path / name).is_file()}
     if ids := token_ids(settings):
-        sidecars["config.json"] = json.dumps(ids)
-    return settings, _stored(path, prefix), tokenizer, sidecars
+        hf_files["config.json"] = json.dumps(ids)
+    return settings, _stored(path, prefix), tokenizer, hf_files
 
 
 def _text(path: Path) -> str:
@@ -213,7 +213,7 @@ def _text(path: Path) -> str:
         raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
-def parse_object(text: str, path: Path) -> Settings:
+def parse_object(text: str, path: Path) -> HFConfig:
     """Parses an object of JSON; raises `UserError`, with the path, if it is something else."""
     try:
         content = parse_json(text)
@@ -224,7 +224,7 @@ def parse_object(text: str, path: Path) -> Settings:
     return content
 
 
-def token_ids(settings: Settings, where: str = "config.json") -> Settings:
+def token_ids(settings: HFConfig, where: str = "config.json") -> HFConfig:
     """Returns the fields `TOKEN_IDS` of a config.json, without those that are missing or null."""
     found = {name: settings[name] for name in TOKEN_IDS if settings.get(name) is not None}
     for name, ids in found.items():
@@ -270,14 +270,14 @@ def _files(path: Path) -> list[Path]:
 
 
 def _mapped(
-    path: Path, stored: Weights, config: ModelConfig, family: Family | None = None
+    path: Path, stored: Weights, config: ModelConfig, architecture: Architecture | None = None
 ) -> Weights:
-    """Returns a model's tensors under our names, which they have already if there is no family.
+    """Returns a model's tensors under our names, which they have already if there is none.
 
     Raises:
         UserError: one is missing, has another shape, or belongs to no part of our model.
     """
-    maps = tensor_maps(family, config)
+    maps = tensor_maps(architecture, config)
     for tensor_map in maps.values():
         for name, shape in zip(tensor_map.names, tensor_map.shapes()):
             if name not in stored.plan:  # `in stored` would read it
@@ -285,9 +285,9 @@ def _mapped(
             _check(path, name, stored, tensor_map, shape)
     used = {name for tensor_map in maps.values() for name in tensor_map.names}
     for name in sorted(stored.keys() - used):
-        tied = name == "lm_head.weight" and family is not None
+        tied = name == "lm_head.weight" and architecture is not None
         again = tied and torch.equal(stored[name], stored[maps["wte.weight"].names[0]])
-        if not again and not (family is not None and name.endswith(BUFFERS)):
+        if not again and not (architecture is not None and name.endswith(BUFFERS)):
             raise UserError(f"{path}: {name} belongs to no part of the model that it describes")
     own = {name: x for name, x in maps.items() if x.constant is None}
     plan = {name: x.ours([stored.plan[part] for part in x.names]) for name, x in own.items()}

@@ -10,9 +10,9 @@ from torch import Tensor
 from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.config.config import CONVERTED, Config, TrainConfig, to_json
 from fastgpt.convert import vocabulary
-from fastgpt.convert.families import family_for, settings_for, tensor_maps
-from fastgpt.convert.family import Settings, TensorMap
-from fastgpt.convert.source import SIDECARS, TOKEN_IDS, OpenedModel, parse_object, token_ids
+from fastgpt.convert.architecture import HFConfig, TensorMap
+from fastgpt.convert.architectures import architecture_for, settings_for, tensor_maps
+from fastgpt.convert.source import HF_FILES, TOKEN_IDS, OpenedModel, parse_object, token_ids
 from fastgpt.files import write_atomically
 from fastgpt.sampling.chat import text_elsewhere
 
@@ -36,7 +36,7 @@ def write_run(source: OpenedModel, target: Path) -> None:
         config_json=config,
         save_tokenizer=None if tokenizer is None else tokenizer.save,
         keep=1,
-        huggingface_json=json.dumps(source.hf_sidecars) if source.hf_sidecars else None,
+        huggingface_json=json.dumps(source.hf_files) if source.hf_files else None,
     )
 
 
@@ -47,27 +47,27 @@ def write_folder(source: OpenedModel, target: Path, shard_bytes: int) -> None:
         shard_bytes: size from which a new file is begun.
 
     Raises:
-        UserError: no family of models can express it.
+        UserError: no architecture can express it.
     """
-    family, tokenizer = family_for(source.config), source.tokenizer
+    architecture, tokenizer = architecture_for(source.config), source.tokenizer
     settings = settings_for(source.config)
     settings |= begin_and_end(source)
     settings["torch_dtype"] = str(source.weights.plan["wte.weight"].dtype).removeprefix("torch.")
     target.mkdir(parents=True)
     (target / "config.json").write_text(json.dumps(settings, indent=1))
-    _write_tensors(source, tensor_maps(family, source.config), target, shard_bytes)
+    _write_tensors(source, tensor_maps(architecture, source.config), target, shard_bytes)
     if tokenizer is not None:
         vocabulary.write(tokenizer, target, source.config.context)
-    kept = source.hf_sidecars
-    for name in kept.keys() & SIDECARS:
+    kept = source.hf_files
+    for name in kept.keys() & HF_FILES:
         own = text_elsewhere(kept, tokenizer) if name == "chat_template.jinja" else None
         (target / name).write_text(own or kept[name], encoding="utf-8")
 
 
-def begin_and_end(source: OpenedModel) -> Settings:
+def begin_and_end(source: OpenedModel) -> HFConfig:
     """Returns the fields `TOKEN_IDS`: the model's own, else the tokenizer's end of text."""
-    tokenizer, kept = source.tokenizer, source.hf_sidecars.get("config.json", "{}")
-    ids: Settings = dict.fromkeys(TOKEN_IDS, None if tokenizer is None else tokenizer.eot_id)
+    tokenizer, kept = source.tokenizer, source.hf_files.get("config.json", "{}")
+    ids: HFConfig = dict.fromkeys(TOKEN_IDS, None if tokenizer is None else tokenizer.eot_id)
     return ids | token_ids(parse_object(kept, source.path / "huggingface.json"))
 
 

@@ -16,7 +16,7 @@ import torch
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import Sizes
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.families import ACTIVATIONS
+from fastgpt.convert.architectures import ACTIVATIONS
 from fastgpt.device.device import DTYPES, kind_of, missing_for_triton
 from fastgpt.errors import UserError
 from fastgpt.hf import forwards

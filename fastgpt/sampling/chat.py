@@ -90,7 +90,7 @@ class Template:
         return self.render(turns).rpartition("\ue000")[2].strip()
 
 
-def template_of(kept: Mapping[str, str]) -> Template | None:
+def template_of(files: Mapping[str, str]) -> Template | None:
     """Returns the chat template among the files of a model, if there is one.
 
     A template from Hugging Face then sets `bos_token` and `eos_token`, to be kept alone.
@@ -98,8 +98,8 @@ def template_of(kept: Mapping[str, str]) -> Template | None:
     Raises:
         UserError: as `Template`, or the file that should have it is damaged.
     """
-    text, settings = _text_and_settings(kept)
-    if text is None or "tokenizer_config.json" not in kept:
+    text, settings = _text_and_settings(files)
+    if text is None or "tokenizer_config.json" not in files:
         return None if text is None else Template(text)
     sets = ""
     for name in ("bos_token", "eos_token"):
@@ -110,23 +110,23 @@ def template_of(kept: Mapping[str, str]) -> Template | None:
     return Template(sets + text)
 
 
-def text_elsewhere(kept: Mapping[str, str], tokenizer: Tokenizer | None) -> str | None:
+def text_elsewhere(files: Mapping[str, str], tokenizer: Tokenizer | None) -> str | None:
     """Returns the chat template for other programs, which write no end of text before it."""
-    text, _ = _text_and_settings(kept)
-    if text is None or text.startswith(WHOLE) or "tokenizer_config.json" in kept:
+    text, _ = _text_and_settings(files)
+    if text is None or text.startswith(WHOLE) or "tokenizer_config.json" in files:
         return text
     begin = None if tokenizer is None else tokenizer.eot_id
     return text if tokenizer is None or begin is None else tokenizer.decode([begin]) + text
 
 
-def _text_and_settings(kept: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
+def _text_and_settings(files: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
     """Returns the chat template as it stands, and the content of tokenizer_config.json."""
     try:
-        settings = parse_json(kept.get("tokenizer_config.json", "{}"))
+        settings = parse_json(files.get("tokenizer_config.json", "{}"))
     except ValueError as error:
         raise UserError(f"tokenizer_config.json cannot be read: {error}") from error
     settings = settings if isinstance(settings, dict) else {}
-    text = kept.get("chat_template.jinja", settings.get("chat_template"))
+    text = files.get("chat_template.jinja", settings.get("chat_template"))
     return text if isinstance(text, str) else None, settings
 
 

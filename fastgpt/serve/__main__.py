@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     engine = Engine(model, slots=config.slots, exact=config.exact, autocast=autocast)
     server = Server(
         name=Path(config.model).resolve().name, engine=engine, tokenizer=tokenizer,
-        template=template_of(found.hf_sidecars), token=os.environ.get("FASTGPT_TOKEN"),
+        template=template_of(found.hf_files), token=os.environ.get("FASTGPT_TOKEN"),
     )  # fmt: skip
     host = f"[{config.host}]" if ":" in config.host else config.host
     print_line(f"serving {server.name} at http://{host}:{config.port}")

@@ -10,7 +10,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, DataConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.source import OpenedModel, read_sidecars
+from fastgpt.convert.source import OpenedModel, read_hf_files
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, reason, writing
 from fastgpt.files import cache_dir, write_atomically
@@ -85,9 +85,9 @@ def _side_file(config: Config, name: str) -> Path:
 
 def chat_template(config: Config, source: OpenedModel | None) -> Template:
     """Returns the chat template of the checkpoint to resume, the flag, the model, or ChatML."""
-    kept = {} if source is None else source.hf_sidecars
+    kept = {} if source is None else source.hf_files
     if directory.resumes(config.resume):
-        kept = read_sidecars(_side_file(config, "huggingface.json"))
+        kept = read_hf_files(_side_file(config, "huggingface.json"))
     elif config.data.chat_template is not None:
         path = Path(config.data.chat_template).expanduser()
         try:
@@ -112,7 +112,7 @@ def kept_files(
         resumed: checkpoint of a run that goes on.
     """
     path = resumed and resumed / "huggingface.json"
-    kept = source.hf_sidecars if source else read_sidecars(path) if path else {}
+    kept = source.hf_files if source else read_hf_files(path) if path else {}
     ids = {name: kept[name] for name in ("config.json", "generation_config.json") if name in kept}
     return ids if template is None else ids | {"chat_template.jinja": template}
 

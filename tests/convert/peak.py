@@ -14,7 +14,7 @@ import torch
 
 from fastgpt.checkpoint.tensors import Weights
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.families import shapes
+from fastgpt.convert.architectures import shapes
 from fastgpt.convert.source import OpenedModel, load
 from fastgpt.convert.target import write_run
 from tests.convert.models import converted

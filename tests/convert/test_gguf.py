@@ -117,7 +117,7 @@ def test_a_file_is_read_as_the_folder_that_it_was_made_from(
     ids = []
     for found in (there, here):
         tokenizer = found.known_tokenizer()
-        pieces = template_of(found.hf_sidecars).pieces([{"role": "user", "content": "hi"}])
+        pieces = template_of(found.hf_files).pieces([{"role": "user", "content": "hi"}])
         ids.append((*encode(tokenizer, pieces)[0].tolist(), *tokenizer.end_ids()))
         ids[-1] += tuple(tokenizer.encode("".join(TEXTS)).tolist())
     assert ids[0] == ids[1]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import fastgpt
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert import vocabulary
-from fastgpt.convert.families import family_for, tensor_maps
+from fastgpt.convert.architectures import architecture_for, tensor_maps
 from fastgpt.convert.source import read
 from tests.convert.models import (
     CONTEXT,
@@ -49,7 +49,7 @@ FAMILIES = {
 
 def test_each_recipe_of_gpt2s_size_can_be_written():
     names = [name for name in RECIPES if "gpt2" in name]
-    found = {name: family_for(RECIPES[name][1].model).model_type for name in names}
+    found = {name: architecture_for(RECIPES[name][1].model).model_type for name in names}
     assert found == dict.fromkeys(names, "gpt2") | {"gpt2-124m-modern": "qwen3"}
 
 
@@ -96,7 +96,7 @@ def test_logits_and_gradients_are_theirs(family, tmp_path):
     upstream = torch.randn_like(logits)
     logits.backward(upstream)
     expected.backward(upstream)
-    maps, found = tensor_maps(family_for(ours.config), ours.config), {}
+    maps, found = tensor_maps(architecture_for(ours.config), ours.config), {}
     for name, weight in ours.named_parameters():
         rows = V if name in ("wte.weight", "lm_head.weight") else None
         found |= maps[name].theirs(weight.grad[:rows])

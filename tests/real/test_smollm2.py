@@ -91,7 +91,7 @@ def test_logits_and_loss_are_those_of_transformers(theirs, ours):
 
 def prompt(messages, folder):
     found = read(str(folder))
-    ids, _ = encode(found.known_tokenizer(), template_of(found.hf_sidecars).pieces(messages))
+    ids, _ = encode(found.known_tokenizer(), template_of(found.hf_files).pieces(messages))
     return torch.from_numpy(ids)
 
 

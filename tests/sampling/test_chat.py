@@ -148,7 +148,7 @@ def test_prompts_of_models_of_others_are_those_of_transformers(folder, tmp_path)
     asked = theirs.apply_chat_template(TALK[:3], add_generation_prompt=True, return_dict=False)
     for place in (folder, converted(folder, tmp_path / "run", "run")):
         found = read(str(place))
-        tokenizer, template = found.known_tokenizer(), template_of(found.hf_sidecars)
+        tokenizer, template = found.known_tokenizer(), template_of(found.hf_files)
         tuned = template_of({"chat_template.jinja": template.text})  # what a run keeps
         for each in (template, tuned):
             assert encode(tokenizer, each.pieces(TALK[:3]))[0].tolist() == asked
@@ -171,7 +171,7 @@ def test_other_programs_begin_our_conversations_as_we_do(fit, chats, tmp_path):
     assert asked[0] == theirs.eos_token_id
     for place in (run, back):
         found = read(str(place))
-        pieces = template_of(found.hf_sidecars).pieces(TALK[:3])
+        pieces = template_of(found.hf_files).pieces(TALK[:3])
         assert encode(found.known_tokenizer(), pieces)[0].tolist() == asked
 
 
@@ -199,7 +199,7 @@ def test_the_loss_is_that_of_the_answers(tiny, chats):
 
 def test_a_conversation_is_learnt_by_heart(fit, chats, monkeypatch, capsys):
     run = fit(FLAGS, chats(*[{"messages": TALK}] * 3), "--steps 60 --train.micro-batch 2")
-    assert template_of(read(str(run)).hf_sidecars).text == CHATML
+    assert template_of(read(str(run)).hf_files).text == CHATML
     assert f"fastgpt.sample {run} --chat\n" in capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nwho\n"))
     sample.main([str(run), "--chat", "--temperature", "0"])
@@ -239,7 +239,7 @@ def test_a_run_on_conversations_goes_on(fit, chats, tmp_path):
     (tmp_path / "inst.jinja").unlink()
     run = fit(*flags, "--resume auto")
     assert outcome(run)[1] == whole[1]
-    assert template_of(read(str(run)).hf_sidecars).text == INST
+    assert template_of(read(str(run)).hf_files).text == INST
 
 
 def row(*messages):

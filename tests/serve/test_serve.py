@@ -305,9 +305,7 @@ def test_a_place_that_is_taken_is_named():
 
 def test_signals_end_the_server_in_any_moment(model, monkeypatch, capfd):
     place, submit, replies = socket.create_server(("127.0.0.1", 0)), Engine.submit, []
-    found = SimpleNamespace(
-        known_tokenizer=ByteTokenizer, build_gpt=lambda _: model, hf_sidecars={}
-    )
+    found = SimpleNamespace(known_tokenizer=ByteTokenizer, build_gpt=lambda _: model, hf_files={})
     monkeypatch.setattr(serve_main, "open_model", lambda _: found)
     monkeypatch.setattr(serve_main, "listening", lambda *_: place)
 

@@ -1,4 +1,4 @@
-"""Model families of Hugging Face that a GPT can be: GPT-2, Llama and Qwen3."""
+"""Architectures of Hugging Face that a GPT can be: GPT-2, Llama and Qwen3."""
 
 import re
 from dataclasses import replace
@@ -10,7 +10,14 @@ import torch
 from fastgpt.config.checks import flag
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.family import NONE_HAS, Family, Fields, Settings, TensorMap, either
+from fastgpt.convert.architecture import (
+    NONE_HAS,
+    Architecture,
+    ConfigReader,
+    HFConfig,
+    TensorMap,
+    either,
+)
 from fastgpt.errors import UserError, reason, shown
 from fastgpt.model.build import build_model
 from fastgpt.ops import tables
@@ -26,16 +33,16 @@ ACTIVATIONS: dict[str, Any] = {
 GELUS = tuple(name for name in ACTIVATIONS if name != "silu")
 
 
-def _gpt2_write(config: ModelConfig) -> Settings:
+def _gpt2_write(config: ModelConfig) -> HFConfig:
     return {
         "n_ctx": config.context,  # read by llama.cpp
         "activation_function": next(x for x in GELUS if ACTIVATIONS[x] == config.activation),
         # biases that are zero there because they do not exist here
-        "fastgpt": {name: getattr(config, name) for name in GPT2.fills},
+        "fastgpt": {name: getattr(config, name) for name in GPT2.defaults},
     }
 
 
-def _gpt2_read(fields: Fields) -> Settings:
+def _gpt2_read(fields: ConfigReader) -> HFConfig:
     fields.require("scale_attn_weights", True)
     fields.require("scale_attn_by_inverse_layer_idx", False)
     fields.require("add_cross_attention", False)
@@ -43,7 +50,7 @@ def _gpt2_read(fields: Fields) -> Settings:
     return {
         "activation": ACTIVATIONS[fields.require("activation_function", *GELUS)],
         "feed_forward_dropout": fields.get("resid_pdrop", float, 0.1),
-        **{name: own.get(name, bool, default) for name, default in GPT2.fills.items()},
+        **{name: own.get(name, bool, default) for name, default in GPT2.defaults.items()},
     }
 
 
@@ -52,10 +59,10 @@ def _gpt2_tensor(name: str, shape: torch.Size, _: ModelConfig) -> TensorMap:
     return TensorMap((f"transformer.{name}",), shape, transposed=matrix)
 
 
-GPT2 = Family(
-    architecture="GPT2LMHeadModel",
+GPT2 = Architecture(
+    class_name="GPT2LMHeadModel",
     model_type="gpt2",
-    needs=NONE_HAS | {
+    required=NONE_HAS | {
         "norm": ("layernorm",), "position": ("learned",), "qk_norm": (False,),
         "num_kv_heads": (None,), "head_size": (None,),
         "activation": tuple(ACTIVATIONS[name] for name in GELUS),
@@ -75,7 +82,7 @@ GPT2 = Family(
     write=_gpt2_write,
     tensor=_gpt2_tensor,
     prefix="transformer.",
-    fills={"bias": True, "qkv_bias": None, "projection_bias": None},
+    defaults={"bias": True, "qkv_bias": None, "projection_bias": None},
 )  # fmt: skip
 
 # --- Llama, and Qwen3, which normalises queries and keys ------------------------------------------
@@ -86,7 +93,7 @@ SCALING = (
 """Names of the numbers in `ModelConfig.rotary_scaling`."""
 
 
-def _llama_write(config: ModelConfig) -> Settings:
+def _llama_write(config: ModelConfig) -> HFConfig:
     if config.bias_at("qkv") != config.bias_at("projection"):
         raise UserError(
             "LlamaForCausalLM cannot express this model: --model.qkv-bias is"
@@ -98,7 +105,7 @@ def _llama_write(config: ModelConfig) -> Settings:
     return {"hidden_act": "silu", "rope_theta": config.rotary_base, "rope_scaling": scaling}
 
 
-def _llama_read(fields: Fields) -> Settings:
+def _llama_read(fields: ConfigReader) -> HFConfig:
     fields.require("hidden_act", "silu")
     fields.require("pretraining_tp", 1)
     # transformers 5 writes one field, earlier ones two
@@ -141,13 +148,13 @@ def _llama_tensor(name: str, shape: torch.Size, config: ModelConfig) -> TensorMa
     return TensorMap(tuple(f"{place}.{x}.{kind}" for x in PARTS[part]), shape, rows)
 
 
-_LLAMA_NEEDS = NONE_HAS | {
+_LLAMA_REQUIRED = NONE_HAS | {
     "norm": ("rmsnorm",), "position": ("rotary",), "activation": ("swiglu",),
 }  # fmt: skip
-LLAMA = Family(
-    architecture="LlamaForCausalLM",
+LLAMA = Architecture(
+    class_name="LlamaForCausalLM",
     model_type="llama",
-    needs=_LLAMA_NEEDS | {"qk_norm": (False,)},
+    required=_LLAMA_REQUIRED | {"qk_norm": (False,)},
     table={
         "num_hidden_layers": ("num_layers", int),
         "num_attention_heads": ("num_heads", int),
@@ -168,13 +175,13 @@ LLAMA = Family(
 )
 
 
-def _qwen3_write(config: ModelConfig) -> Settings:
+def _qwen3_write(config: ModelConfig) -> HFConfig:
     # weights that are 1 there because they do not exist here
     own = {"qk_norm_weight": config.qk_norm_weight}
     return _llama_write(config) | {"use_sliding_window": False, "fastgpt": own}
 
 
-def _qwen3_read(fields: Fields) -> Settings:
+def _qwen3_read(fields: ConfigReader) -> HFConfig:
     fields.require("use_sliding_window", False)
     for kind in fields.get("layer_types", list, []):
         if kind != "full_attention":
@@ -189,49 +196,49 @@ def _qwen3_read(fields: Fields) -> Settings:
 
 QWEN3 = replace(
     LLAMA,
-    architecture="Qwen3ForCausalLM",
+    class_name="Qwen3ForCausalLM",
     model_type="qwen3",
-    needs=_LLAMA_NEEDS | {"qk_norm": (True,), "bias": (False,)},
+    required=_LLAMA_REQUIRED | {"qk_norm": (True,), "bias": (False,)},
     table={name: how for name, how in LLAMA.table.items() if name != "mlp_bias"}
     | {"head_dim": ("head_size", int, 128)},  # transformers' default
     read=_qwen3_read,
     write=_qwen3_write,
-    fills={"qk_norm_weight": True},
+    defaults={"qk_norm_weight": True},
 )
 
 # --- choice ---------------------------------------------------------------------------------------
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, QWEN3)}
+ARCHITECTURES = {architecture.model_type: architecture for architecture in (GPT2, LLAMA, QWEN3)}
 
 
-def family_for(config: ModelConfig) -> Family:
-    """Returns the family that comes closest to a model, by its positions and QK-norm.
+def architecture_for(config: ModelConfig) -> Architecture:
+    """Returns the architecture that comes closest to a model, by its positions and QK-norm.
 
     Raises:
         UserError: it cannot express the model; the message names all settings that are the cause.
     """
-    family = GPT2 if config.position != "rotary" else QWEN3 if config.qk_norm else LLAMA
+    architecture = GPT2 if config.position != "rotary" else QWEN3 if config.qk_norm else LLAMA
     if config.kv_heads == config.num_heads:
         config = replace(config, num_kv_heads=None)
     if config.head_dim * config.num_heads == config.dim:
         config = replace(config, head_size=None)
     wrong = [
         f"{flag(f'model.{name}')} is {getattr(config, name)}, expected {either(allowed)}"
-        for name, allowed in family.needs.items()
+        for name, allowed in architecture.required.items()
         if getattr(config, name) not in allowed
     ]
     if wrong:
-        raise UserError(f"{family.architecture} cannot express this model: {'; '.join(wrong)}")
-    return family
+        raise UserError(f"{architecture.class_name} cannot express this model: {'; '.join(wrong)}")
+    return architecture
 
 
-def settings_for(config: ModelConfig) -> Settings:
+def settings_for(config: ModelConfig) -> HFConfig:
     """Returns the config.json of a model.
 
     Raises:
-        UserError: no family can express it.
+        UserError: no architecture can express it.
     """
-    family = family_for(config)
+    architecture = architecture_for(config)
     plain = replace(  # without the defaults that depend on other settings
         config,
         num_kv_heads=config.kv_heads,
@@ -243,33 +250,35 @@ def settings_for(config: ModelConfig) -> Settings:
         attention_dropout=config.dropout_at("attention"),
         residual_dropout=config.dropout_at("residual"),
     )
-    found = {theirs: getattr(plain, ours) for theirs, (ours, *_) in family.table.items()}
-    return found | family.write(config) | {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
+    found = {theirs: getattr(plain, ours) for theirs, (ours, *_) in architecture.table.items()}
+    return found | architecture.write(config) | {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
     }  # fmt: skip
 
 
-def config_from(settings: Settings) -> tuple[ModelConfig, Family, list[str]]:
-    """Translates a config.json: (our settings, the family, fields that nothing here knows).
+def config_from(settings: HFConfig) -> tuple[ModelConfig, Architecture, list[str]]:
+    """Translates a config.json: (our settings, the architecture, fields that nothing here knows).
 
     Raises:
-        UserError: the family is unknown, or it has settings that our model cannot express.
+        UserError: the architecture is unknown, or it has settings that our model cannot express.
     """
     kind = settings.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        raise UserError(f"config.json describes {shown(kind)}: expected {either(tuple(FAMILIES))}")
-    fields = Fields(settings)
-    ours = {name: fields.get(theirs, *how) for theirs, (name, *how) in family.table.items()}
+    architecture = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if architecture is None:
+        raise UserError(
+            f"config.json describes {shown(kind)}: expected {either(tuple(ARCHITECTURES))}"
+        )
+    fields = ConfigReader(settings)
+    ours = {name: fields.get(theirs, *how) for theirs, (name, *how) in architecture.table.items()}
     ours |= {
         "vocab_size": fields.get("vocab_size", int),
-        "tied": fields.get("tie_word_embeddings", bool, family is GPT2),
-    } | family.read(fields)  # fmt: skip
+        "tied": fields.get("tie_word_embeddings", bool, architecture is GPT2),
+    } | architecture.read(fields)  # fmt: skip
     try:
-        return ModelConfig(**ours), family, fields.unknown()
+        return ModelConfig(**ours), architecture, fields.unknown()
     except UserError as error:
         raise UserError(f"config.json does not go together: {error}") from error
 
@@ -288,18 +297,18 @@ def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     return {name: x.shape for name, x in model.state_dict().items()}
 
 
-def tensor_maps(family: Family | None, config: ModelConfig) -> dict[str, TensorMap]:
-    """Returns where each tensor of a model is, by our names; with no family they are theirs, too.
+def tensor_maps(architecture: Architecture | None, config: ModelConfig) -> dict[str, TensorMap]:
+    """Returns where each tensor of a model is, by our names; without one they are theirs.
 
     Tensors that our model lacks have a constant.
     """
     own, maps = shapes(config), {}
-    filled = own if family is None else shapes(replace(config, **family.fills))
+    filled = own if architecture is None else shapes(replace(config, **architecture.defaults))
     for name, shape in filled.items():
-        if family is None or name == "lm_head.weight":
+        if architecture is None or name == "lm_head.weight":
             maps[name] = TensorMap((name,), shape)
         else:
-            maps[name] = family.tensor(name, shape, config)
+            maps[name] = architecture.tensor(name, shape, config)
         if name not in own:
             maps[name] = replace(maps[name], constant=0.0 if name.endswith(".bias") else 1.0)
     return maps

@@ -14,9 +14,9 @@ from torch import Tensor
 from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError, shown
 
-Settings = dict[str, Any]
+HFConfig = dict[str, Any]
 """Content of a config.json of Hugging Face."""
-Needs = dict[str, tuple[Any, ...]]
+Required = dict[str, tuple[Any, ...]]
 """Field of `ModelConfig` -> values that a program can express."""
 
 
@@ -36,22 +36,22 @@ class TensorMap:
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Returns the shapes of the others' tensors."""
-        whole = tuple(reversed(self.shape)) if self.transposed else tuple(self.shape)
-        return [(rows, *whole[1:]) for rows in self.rows] if self.rows else [whole]
+        joined = tuple(reversed(self.shape)) if self.transposed else tuple(self.shape)
+        return [(rows, *joined[1:]) for rows in self.rows] if self.rows else [joined]
 
     def ours(self, parts: list[Tensor]) -> Tensor:
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole.T.contiguous() if self.transposed else whole
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return joined.T.contiguous() if self.transposed else joined
 
     def theirs(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-        whole = x.T.contiguous() if self.transposed else x
-        yield from zip(self.names, whole.split(self.rows) if self.rows else [whole])
+        joined = x.T.contiguous() if self.transposed else x
+        yield from zip(self.names, joined.split(self.rows) if self.rows else [joined])
 
 
-class Fields:
+class ConfigReader:
     """An object of a config.json that is read field by field, and knows which were not."""
 
-    def __init__(self, settings: Settings, where: str = "config.json") -> None:
+    def __init__(self, settings: HFConfig, where: str = "config.json") -> None:
         self._settings, self._read, self._where = settings, set(IGNORED), where
 
     def get(self, name: str, kind: type, *default: Any) -> Any:
@@ -76,9 +76,9 @@ class Fields:
             )
         return value
 
-    def inner(self, name: str) -> "Fields":
+    def inner(self, name: str) -> "ConfigReader":
         """Returns the fields of an object, which may be missing."""
-        return Fields(self.get(name, dict, {}), f"{self._where}, {name}")
+        return ConfigReader(self.get(name, dict, {}), f"{self._where}, {name}")
 
     def require(self, name: str, *allowed: Any) -> Any:
         """Returns a field, by default the first value allowed.
@@ -113,28 +113,28 @@ IGNORED: tuple[str, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Architecture:
     """A model class of transformers."""
 
-    architecture: str
+    class_name: str
     model_type: str
-    needs: Needs
+    required: Required
     table: dict[str, tuple[Any, ...]]
     """Their fields -> ours, the kind of the value, and its default if the field may be missing."""
-    read: Callable[[Fields], Settings]
+    read: Callable[[ConfigReader], HFConfig]
     """Translates other fields of theirs to ours; a `UserError` if our model cannot express them."""
-    write: Callable[[ModelConfig], Settings]
+    write: Callable[[ModelConfig], HFConfig]
     """Translates what is not in the table to their fields."""
     tensor: Callable[[str, torch.Size, ModelConfig], TensorMap]
     """Returns where our tensor of a name and shape is."""
     prefix: str
     """Beginning of the names of all tensors but the head's, where files may lack it."""
-    fills: Settings = field(default_factory=dict)
+    defaults: HFConfig = field(default_factory=dict)
     """Changes of our settings with which a model has all tensors that theirs always have."""
 
 
 # What no other program has; a soft cap or a mask of documents would be lost unseen.
-NONE_HAS: Needs = {
+NONE_HAS: Required = {
     "architecture": ("gpt",), "norm_position": ("pre",), "head_bias": (False,),
     "score_scale": ("head",), "softcap": (None,), "window": (None,), "document_mask": (False,),
 }  # fmt: skip
