@@ -22,7 +22,7 @@ from fastgpt import flags
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.preparation import open_corpus
-from fastgpt.data.reading import read_pieces
+from fastgpt.data.reading import read_chunks
 from fastgpt.data.sources import find_source
 from fastgpt.errors import run_command
 from fastgpt.files import data_dir
@@ -62,7 +62,7 @@ class DataBench:
 
 def write_documents(source: str, size: int, path: Path) -> None:
     """Writes JSON lines with `size` bytes of text."""
-    text = "".join(str(piece.text) for piece in read_pieces(find_source(source)))
+    text = "".join(str(chunk.text) for chunk in read_chunks(find_source(source)))
     written = 0
     with path.open("w", encoding="utf-8") as file:
         for start in itertools.cycle(range(0, len(text), DOCUMENT)):

@@ -1,9 +1,9 @@
-"""Trains on a data set of your own: sums such as 27+48=075; only the answer is learned.
+"""Trains on a dataset of your own: sums such as 27+48=075; only the answer is learned.
 
     python examples/own_dataset.py
     python examples/own_dataset.py --steps 2000
 
-Any map-style data set of torch.utils.data can be used. An item is a pair (tokens, targets); a
+Any map-style dataset of torch.utils.data can be used. An item is a pair (tokens, targets); a
 target is the next token, or -100 where the loss does not count.
 """
 

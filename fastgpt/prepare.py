@@ -14,20 +14,20 @@ import tyro
 from fastgpt import flags
 from fastgpt.data.corpus import read_manifest
 from fastgpt.data.preparation import prepare
-from fastgpt.data.writing import Settings
+from fastgpt.data.writing import PrepareOptions
 from fastgpt.display import PrepareProgress, command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.terminal import print_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arguments(Settings):
+class Arguments(PrepareOptions):
     """Tokenizes text once, for many runs, and writes it as token shards."""
 
     source: Annotated[str, tyro.conf.Positional]
     """Text to prepare: a name, file, folder or quoted pattern. Files are text, JSON lines or
     Parquet, also as .gz or .zst. Names are builtin, shakespeare, tinystories, openwebtext, fineweb,
-    fineweb-edu, and hf:owner/name[/configuration][@revision] for a data set of the Hugging Face
+    fineweb-edu, and hf:owner/name[/configuration][@revision] for a dataset of the Hugging Face
     hub."""
     out: Path
     """Folder to write, which must be empty or not exist."""

@@ -49,7 +49,7 @@ class DataConfig:
     """Encoding of text files: utf-8, utf-16, cp1252 or another name that Python knows."""
     val_fraction: Annotated[float, Range(words="a fraction in (0, 1)", gt=0, lt=1)] = 0.1
     """Fraction of the data held out for validation, between 0 and 1: the end of a text, or this
-    share of a data set's documents."""
+    share of a dataset's documents."""
     sampling: Literal["epoch", "random-windows"] = "epoch"
     """Sampling of the training data. epoch: each sample once per epoch, shuffled; random-windows:
     windows drawn at random with replacement."""

@@ -1,4 +1,4 @@
-"""`python -m fastgpt.data DIR`: shows what a data set holds, and checks it with `--verify`.
+"""`python -m fastgpt.data DIR`: shows what a dataset holds, and checks it with `--verify`.
 
 DIR is a prepared directory, or a folder of token shards that another program wrote.
 """
@@ -20,7 +20,7 @@ from fastgpt.terminal import print_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """Shows what a data set holds, and checks it."""
+    """Shows what a dataset holds, and checks it."""
 
     path: Annotated[Path, tyro.conf.Positional]
     """Folder of token shards: ours, llm.c's or modded-nanogpt's."""

@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 """Version of a prepared directory; part of every request, so that older ones are prepared again."""
 SAMPLED_BYTES = 4096
-"""Bytes at the beginning and end of a shard that tell another program's data sets apart."""
+"""Bytes at the beginning and end of a shard that tell another program's datasets apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class Corpus:
     """Manifest as it was written; empty for the shards of another program."""
 
     @property
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         """Sha256 of all tokens; the same text may be tokenized or split in another way."""
         parts = self.sha256, [*self.shards().values()]
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Data set of a run: one corpus, or several mixed by weight, and the sampling from them."""
+"""Dataset of a run: one corpus, or several mixed by weight, and the sampling from them."""
 
 import hashlib
 import math
@@ -9,7 +9,7 @@ import numpy as np
 
 from fastgpt.config.config import DataConfig
 from fastgpt.data.corpus import Corpus
-from fastgpt.data.items import Data, ItemCorpus, Items
+from fastgpt.data.items import Data, MapCorpus, MapDataset
 from fastgpt.data.order import SampleOrder
 from fastgpt.data.preparation import Report, open_corpus
 from fastgpt.data.tokenizers import IdTokenizer, Tokenizer, same_tokenizer
@@ -17,10 +17,10 @@ from fastgpt.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataSet:
+class Dataset:
     """Corpora with a common tokenizer, their weights, and the settings of sampling."""
 
-    corpora: tuple[Corpus, ...] | tuple[ItemCorpus]
+    corpora: tuple[Corpus, ...] | tuple[MapCorpus]
     weights: tuple[float, ...]
     """Weight of each corpus; they sum to 1."""
     config: DataConfig
@@ -51,17 +51,19 @@ class DataSet:
         return _hash_of([corpus.sha256 for corpus in self.corpora], self.weights)
 
     @property
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         """Sha256 of all tokens and the mixture's weights, which decide the order of reading."""
-        if isinstance(self.corpora[0], ItemCorpus):
+        if isinstance(self.corpora[0], MapCorpus):
             return self.sha256  # as earlier checkpoints have it
-        return _hash_of([x.identity for x in self.corpora if isinstance(x, Corpus)], self.weights)
+        return _hash_of(
+            [x.fingerprint for x in self.corpora if isinstance(x, Corpus)], self.weights
+        )
 
     @property
     def val_bytes_per_token(self) -> float | None:
         """Mean bytes per validation token, for bits per byte; None if not every byte is scored."""
-        whole = len(self.corpora) == 1 and self.config.align != "document"
-        return self.corpora[0].val_bytes_per_token if whole else None
+        every_byte = len(self.corpora) == 1 and self.config.align != "document"
+        return self.corpora[0].val_bytes_per_token if every_byte else None
 
     def orders(self, context: int, seed: int) -> list[SampleOrder]:
         """Returns the order of samples in the training tokens of each corpus.
@@ -71,12 +73,10 @@ class DataSet:
         """
         return [self.order(corpus, "train", context, seed) for corpus in self.corpora]
 
-    def order(
-        self, corpus: Corpus | ItemCorpus, split: str, context: int, seed: int
-    ) -> SampleOrder:
+    def order(self, corpus: Corpus | MapCorpus, split: str, context: int, seed: int) -> SampleOrder:
         """Returns the order of samples in a split of a corpus."""
         align, documents = self.config.align, None
-        if isinstance(corpus, ItemCorpus):  # each item as a document of one token
+        if isinstance(corpus, MapCorpus):  # each item as a document of one token
             size = getattr(corpus, split).size
             context, align, documents = 1, "document", np.arange(size, dtype=np.int64)
         else:
@@ -91,27 +91,27 @@ def _hash_of(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def open_own(data: Data, context: int, config: DataConfig) -> DataSet:
-    """Opens a caller's own data sets, and reads all items of both splits once.
+def open_own(data: Data, context: int, config: DataConfig) -> Dataset:
+    """Opens a caller's own datasets, and reads all items of both splits once.
 
     Raises:
         UserError: an item is not one of `context` tokens and targets, or random batches are asked
             for.
     """
     if config.eval_batches:
-        raise UserError("--data.eval-batches: own data sets are evaluated whole, expected 0")
+        raise UserError("--data.eval-batches: own datasets are evaluated whole, expected 0")
     tokenizer = data.tokenizer or IdTokenizer(data.vocab_size or 0)
     size = max(data.vocab_size or 0, tokenizer.vocab_size)
-    train = Items(data.train, context, size, f"{data.name} (train)")
-    val = Items(data.val, context, size, f"{data.name} (val)")
+    train = MapDataset(data.train, context, size, f"{data.name} (train)")
+    val = MapDataset(data.val, context, size, f"{data.name} (val)")
     sha256 = hashlib.sha256(repr([train.sha256, val.sha256]).encode()).hexdigest()
-    own = ItemCorpus(name=data.name, train=train, val=val, tokenizer=tokenizer, sha256=sha256)
-    return DataSet(corpora=(own,), weights=(1.0,), config=config, template=data.template)
+    corpus = MapCorpus(name=data.name, train=train, val=val, tokenizer=tokenizer, sha256=sha256)
+    return Dataset(corpora=(corpus,), weights=(1.0,), config=config, template=data.template)
 
 
 def open_data(
     config: DataConfig, source: str, report: Report = lambda _: None, *, documents: str = "gpt2"
-) -> DataSet:
+) -> Dataset:
     """Opens the corpus, or the corpora of a mixture `A=0.7,B=0.3`.
 
     `report` and `documents` are those of `open_corpus`.
@@ -130,7 +130,7 @@ def open_data(
             raise UserError(f"{' and '.join(kinds)} cannot be mixed: expected equal tokenizers")
     total = math.fsum(weight for _, weight in parts)
     weights = tuple(weight / total for _, weight in parts)
-    return DataSet(corpora=tuple(corpora), weights=weights, config=config)
+    return Dataset(corpora=tuple(corpora), weights=weights, config=config)
 
 
 def _parts(source: str) -> list[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""Samples from data sets of `torch.utils.data`, in place of a corpus of tokens.
+"""Samples from datasets of `torch.utils.data`, in place of a corpus of tokens.
 
 Each item is a pair (tokens, targets) of int64 tensors (context,). A target is the id that the model
 should predict at its place, or -100 where the loss does not count.
@@ -22,10 +22,10 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Data sets to train on in place of a text: `Trainer(config, data=Data(...))`.
+    """Datasets to train on in place of a text: `Trainer(config, data=Data(...))`.
 
     Args:
-        train: map-style data set, with `__len__` and `__getitem__`, of pairs (tokens, targets):
+        train: map-style dataset, with `__len__` and `__getitem__`, of pairs (tokens, targets):
             int64 tensors (context,), targets -100 where the loss does not count.
         val: the same for validation.
         tokenizer: for samples and checkpoints; without one, ids are shown as numbers.
@@ -53,8 +53,8 @@ class Data:
             raise UserError("Data: vocab_size is missing: expected it, or a tokenizer")
 
 
-class Items:
-    """Items of a data set, each of which was checked and counted once."""
+class MapDataset:
+    """Items of a dataset, each of which was checked and counted once."""
 
     def __init__(self, dataset: Dataset, context: int, vocab_size: int, name: str) -> None:
         self._dataset, self._shape = dataset, (context,)
@@ -101,12 +101,12 @@ class Items:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ItemCorpus:
+class MapCorpus:
     """Items of both splits, with what the trainer asks of a corpus."""
 
     name: str
-    train: Items
-    val: Items
+    train: MapDataset
+    val: MapDataset
     tokenizer: Tokenizer
     sha256: str
     """Sha256 of all items."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgpt.data.items import IGNORED, Items
+from fastgpt.data.items import IGNORED, MapDataset
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.data.shards import Tokens
 from fastgpt.device.device import kind_of
@@ -32,7 +32,7 @@ from fastgpt.errors import UserError, counted
 PREFETCHED = 4
 """Number of micro-batches to prefetch, enough to bridge a slow read."""
 
-Source = np.ndarray | Tokens | Items
+TokenSource = np.ndarray | Tokens | MapDataset
 """Tokens (N,) of any integer dtype; or items, whose numbers take the place of samples' starts."""
 
 
@@ -40,7 +40,7 @@ class Loader(AbstractContextManager):
     """Data loader of one rank, which prefetches micro-batches in a background thread.
 
     Args:
-        corpora: what the samples are of; `Items` are alone.
+        corpora: what the samples are of; `MapDataset` are alone.
         samples: the stream of samples, which is read on from its present position.
         context: T, in tokens.
         global_batch: samples per optimizer step over all ranks and micro-steps.
@@ -53,7 +53,7 @@ class Loader(AbstractContextManager):
 
     def __init__(
         self,
-        corpora: Sequence[Source],
+        corpora: Sequence[TokenSource],
         samples: Mixture,
         *,
         context: int,
@@ -133,7 +133,7 @@ class Loader(AbstractContextManager):
 
 
 def eval_batches(
-    tokens: Source,
+    tokens: TokenSource,
     *,
     context: int,
     micro_batch: int,
@@ -161,7 +161,7 @@ def eval_batches(
         UserError: fewer than 2 tokens.
     """
     total = len(tokens) - 1
-    if isinstance(tokens, Items):
+    if isinstance(tokens, MapDataset):
         starts = scored = np.arange(tokens.size)
         stops, pad_id = starts, 0
         total, targets = int(tokens.counts.sum()), tokens.counts.mean()
@@ -221,7 +221,12 @@ class EvalBatches:
     """
 
     def __init__(
-        self, tokens: Source, windows: np.ndarray, micro_batch: int, context: int, pad_id: int = 0
+        self,
+        tokens: TokenSource,
+        windows: np.ndarray,
+        micro_batch: int,
+        context: int,
+        pad_id: int = 0,
     ) -> None:
         self._tokens, self._windows, self._pad_id = tokens, windows, pad_id
         self._shape = micro_batch, context
@@ -243,7 +248,7 @@ class EvalBatches:
 
 
 def _gather(
-    corpora: Sequence[Source],
+    corpora: Sequence[TokenSource],
     samples: np.ndarray,
     shape: tuple[int, int],
     pad_id: int,
@@ -257,7 +262,7 @@ def _gather(
     x[len(samples) :], y[len(samples) :] = pad_id, IGNORED
     for x_row, y_row, (number, start, stop) in zip(x.numpy(), y.numpy(), samples.tolist()):
         corpus = corpora[number]
-        if isinstance(corpus, Items):
+        if isinstance(corpus, MapDataset):
             x_row[:], y_row[:] = corpus[start]
             continue
         window, count = corpus[start:stop], stop - start - 1
@@ -273,7 +278,7 @@ def _gather(
 
 
 def _micro_batches(
-    corpora: Sequence[Source],
+    corpora: Sequence[TokenSource],
     samples: Mixture,
     *,
     grid: tuple[int, int, int],
@@ -290,14 +295,14 @@ def _micro_batches(
         grid: micro-steps, ranks and rows of a global batch.
     """
     while True:
-        taken = samples.take(math.prod(grid))
-        if isinstance(corpora[0], Items):
-            targets = corpora[0].counts[taken[:, 1]]
+        spans = samples.take(math.prod(grid))
+        if isinstance(corpora[0], MapDataset):
+            targets = corpora[0].counts[spans[:, 1]]
         else:
-            targets = taken[:, 2] - taken[:, 1] - 1
+            targets = spans[:, 2] - spans[:, 1] - 1
         targets = targets.reshape(grid).sum(-1)
         shares = (targets / targets.mean())[:, rank].tolist()
-        mine = taken.reshape(*grid, 3)[:, rank]
+        mine = spans.reshape(*grid, 3)[:, rank]
         for step, (rows, share) in enumerate(zip(mine, shares), start=1):
             state = samples.state() if step == len(mine) else None
             x, y = _gather(corpora, rows, (len(rows), context), pad_id, pinned=pinned)

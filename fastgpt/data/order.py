@@ -90,15 +90,15 @@ class SampleOrder:
         Returns:
             (count,) int64 offsets of first tokens, and the epoch and index that follow.
         """
-        taken = [np.empty(0, np.int64)]
+        chunks = [np.empty(0, np.int64)]
         while count > 0:
             starts = self._starts_of(epoch)
             part = starts[index : index + count]
-            taken.append(part)
+            chunks.append(part)
             count, index = count - len(part), index + len(part)
             if index == len(starts):
                 epoch, index = epoch + 1, 0
-        return np.concatenate(taken), epoch, index
+        return np.concatenate(chunks), epoch, index
 
     def stops(self, starts: np.ndarray) -> np.ndarray:
         """Returns the end of each sample: (count,) int64, one past its last token.
@@ -188,11 +188,11 @@ class Mixture:
         zeros = [0] * len(self.orders)
         state = state or {"sample": [0], "epoch": zeros, "index": zeros}
         numbers = [state.get(name) for name in ("sample", "epoch", "index")]
-        whole = all(
+        valid = all(
             isinstance(some, list) and all(type(n) is int and abs(n) < 2**62 for n in some)
             for some in numbers
         )
-        if not whole or state["sample"] < [0]:
+        if not valid or state["sample"] < [0]:
             raise UserError("the loader state is damaged: expected lists of counts")
         self._sample = state["sample"][0]
         self._cursors = list(zip(state["epoch"], state["index"]))

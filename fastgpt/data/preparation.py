@@ -32,7 +32,7 @@ from fastgpt.data.sources import HUB, HUB_PREFIX, find_source
 from fastgpt.data.tokenizers import KINDS, check_kind, make_tokenizer
 from fastgpt.data.tokenizers.plain import tokenizer_file
 from fastgpt.data.verify import check_once, file_stamp
-from fastgpt.data.writing import Report, Settings, write_directory
+from fastgpt.data.writing import PrepareOptions, Report, write_directory
 from fastgpt.errors import UserError, writing
 from fastgpt.files import cache_dir, sync_directory
 
@@ -51,7 +51,7 @@ def open_corpus(
     """Opens a corpus, which is prepared in the cache the first time.
 
     Args:
-        source: a name, a path or a data set of the hub (see `find_source`), a prepared directory,
+        source: a name, a path or a dataset of the hub (see `find_source`), a prepared directory,
             or a folder of token shards that llm.c or modded-nanogpt wrote.
         tokenizer: a kind, the path of a `tokenizer.json`, or `auto`: the one saved with shards,
             else GPT-2's for shards; characters for shakespeare, `documents` for sets of documents,
@@ -71,7 +71,7 @@ def open_corpus(
         return open_shards(path, tokenizer=tokenizer)
     found = find_source(source, encoding=encoding)
     tokenizer = documents if tokenizer == "auto" and not found.plain else tokenizer
-    settings = Settings(tokenizer=tokenizer, val_fraction=val_fraction).resolved(found)
+    settings = PrepareOptions(tokenizer=tokenizer, val_fraction=val_fraction).resolved(found)
     entry = cache_dir() / "corpora" / f"{found.name}-{_key(found, settings)}"
     with writing(entry), _locked(entry, wait=True):
         if entry.exists():
@@ -86,7 +86,7 @@ def open_corpus(
     return read_prepared(entry)
 
 
-def _key(source: Source, settings: Settings) -> str:
+def _key(source: Source, settings: PrepareOptions) -> str:
     """Returns a hash of everything that decides the result: files by path, size and time."""
     paths = [] if source.format == "hub" else [file.path for file in source.files]
     if settings.tokenizer not in KINDS:
@@ -110,11 +110,11 @@ def prepare(
     Args:
         source: as for `open_corpus`, but not token shards.
         out: created, or filled if it is empty, only when everything has been written.
-        options: fields of `Settings`.
+        options: fields of `PrepareOptions`.
     Raises:
         UserError: as for `open_corpus`, or `out` is not empty, or another process is writing it.
     """
-    out, settings = Path(out).expanduser().resolve(), Settings(**options)
+    out, settings = Path(out).expanduser().resolve(), PrepareOptions(**options)
     if workers is not None and workers < 1:
         raise UserError(f"--workers is {workers}: expected 1 or more")
     if settings.tokenizer != "auto":
@@ -143,7 +143,7 @@ def prepare(
     return out
 
 
-def _prepare_whole(source: Source, settings: Settings, out: Path, **options: Any) -> None:
+def _prepare_whole(source: Source, settings: PrepareOptions, out: Path, **options: Any) -> None:
     """Writes a directory beside `out`, and renames it to `out`."""
     unfinished = out.with_name(f"{out.name}.incomplete")
     shutil.rmtree(unfinished, ignore_errors=True)

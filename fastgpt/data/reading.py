@@ -1,6 +1,6 @@
-"""Reads a source's texts piece by piece, in order and in bounded memory.
+"""Reads a source's texts chunk by chunk, in order and in bounded memory.
 
-A piece is a document, or a part of a long one. Long texts are cut before a space between two
+A chunk is a document, or a part of a long one. Long texts are cut before a space between two
 letters, or if there is none before white space after another character. GPT-2's BPE then gives the
 parts the tokens of the whole, and so do the patterns of later GPTs at the first kind of place; a
 tokenizer that prepends a mark to each text (Metaspace) adds one to each part.
@@ -24,9 +24,9 @@ from fastgpt.errors import UserError, reason, shown
 UTF_8 = "utf-8"
 CHUNK_BYTES = 2**18
 """Number of bytes read from a file at a time."""
-ROWS = 256
+BATCH_ROWS = 256
 """Number of rows read at a time from a Parquet file or the hub."""
-MAX_PIECE = 2**24
+MAX_CHUNK = 2**24
 """Number of characters after which a text without white space is cut anywhere."""
 MAX_DOCUMENT = 2**26
 """Number of characters without a separator that is an error: the separator seems to be wrong."""
@@ -38,7 +38,7 @@ MOST_NULS = 0.01
 """The largest share of NUL characters in a text; UTF-16 that is read as UTF-8 has a half."""
 
 
-class File(NamedTuple):
+class SourceFile(NamedTuple):
     """A file of a source."""
 
     path: str
@@ -55,7 +55,7 @@ class Source:
     """Short name, fit for a file name."""
     given: str
     """The name or path by which it was asked for."""
-    files: tuple[File, ...]
+    files: tuple[SourceFile, ...]
     """Files in the order in which they are read."""
     format: Literal["text", "jsonl", "parquet", "hub"] = "text"
     separator: str | None = None
@@ -83,19 +83,19 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextChunk:
     """A document, or a part of a long one."""
 
     text: str | bytes
     """Content: text, or bytes of UTF-8 if the source is read raw."""
     begins: bool
-    """True if a document begins with this piece."""
+    """True if a document begins with this chunk."""
     split: str | None
     """Split of the text; None: chosen by the document's hash."""
 
 
-def read_pieces(source: Source, *, raw: bool = False) -> Iterator[Piece]:
-    """Reads the pieces of a source.
+def read_chunks(source: Source, *, raw: bool = False) -> Iterator[TextChunk]:
+    """Reads the chunks of a source.
 
     Args:
         raw: plain texts are read as bytes of UTF-8.
@@ -107,13 +107,13 @@ def read_pieces(source: Source, *, raw: bool = False) -> Iterator[Piece]:
     for file in source.files:
         last = None
         for text in filter(None, _texts(source, file, raw)):
-            yield Piece(text, last is None or not source.plain, file.split)
+            yield TextChunk(text, last is None or not source.plain, file.split)
             last = text
         if source.plain and source.ends_lines and last and not last.endswith(newline):
-            yield Piece(newline, False, file.split)
+            yield TextChunk(newline, False, file.split)
 
 
-def _texts(source: Source, file: File, raw: bool) -> Iterator[Any]:
+def _texts(source: Source, file: SourceFile, raw: bool) -> Iterator[Any]:
     if source.format == "hub":
         yield from _hub(file, source.field)
     elif source.format == "parquet":
@@ -187,8 +187,8 @@ def _between(blocks: Iterator[str], separator: str, path: str) -> Iterator[str]:
     """Yields the documents between separators, without the newlines around them."""
     rest = ""
     for block in blocks:
-        *whole, rest = (rest + block).split(separator)
-        for document in whole:
+        *documents, rest = (rest + block).split(separator)
+        for document in documents:
             yield document.strip("\r\n")
         if len(rest) > MAX_DOCUMENT:
             raise UserError(
@@ -204,7 +204,7 @@ def _cut(texts: Iterator[str]) -> Iterator[str]:
     for text in texts:
         rest += text
         place = _last_cut(rest)
-        if place == 0 and len(rest) >= MAX_PIECE:
+        if place == 0 and len(rest) >= MAX_CHUNK:
             place = len(rest)
         if place:
             yield rest[:place]
@@ -255,7 +255,7 @@ def _parquet(path: str, field: str) -> Iterator[str | None]:
         options = {"pre_buffer": False, "buffer_size": 2**20}
         with arrow.parquet.ParquetFile(path, **options) as table:
             _check_column(table.schema_arrow, field, path)
-            for batch in table.iter_batches(ROWS, columns=[field], use_threads=False):
+            for batch in table.iter_batches(BATCH_ROWS, columns=[field], use_threads=False):
                 yield from batch.column(0).to_pylist()
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
@@ -263,14 +263,14 @@ def _parquet(path: str, field: str) -> Iterator[str | None]:
 
 @lru_cache(maxsize=1)
 def load_splits(source: str) -> dict[str, Any]:
-    """Downloads a data set of the Hugging Face hub with the package `datasets`.
+    """Downloads a dataset of the Hugging Face hub with the package `datasets`.
 
     Args:
         source: `hf:owner/name[/configuration][@revision]`.
     Returns:
         Memory-mapped `datasets.Dataset`s: the splits `train` and, if there is one, `val`.
     Raises:
-        UserError: there is no such data set or no network, or the package is not installed.
+        UserError: there is no such dataset or no network, or the package is not installed.
     """
     match = HUB_NAME.fullmatch(source)
     if match is None:
@@ -292,10 +292,10 @@ def load_splits(source: str) -> dict[str, Any]:
     return {"train": found["train"]} | dict(zip(["val"], named))
 
 
-def _hub(file: File, field: str) -> Iterator[str | None]:
+def _hub(file: SourceFile, field: str) -> Iterator[str | None]:
     rows = load_splits(file.path)[file.split or "train"]
     _check_column(rows.features.arrow_schema, field, file.path)
-    for batch in rows.select_columns([field]).iter(ROWS):
+    for batch in rows.select_columns([field]).iter(BATCH_ROWS):
         yield from batch[field]
 
 

@@ -2,7 +2,7 @@
 
 Two kinds of corpora. A *text* is files read one after the other (the built-in corpus, shakespeare,
 a text file, a folder of them); its end is held out. A set of *documents* (JSON lines, Parquet,
-texts cut at a separator, a data set of the Hugging Face hub) holds out documents by their hash.
+texts cut at a separator, a dataset of the Hugging Face hub) holds out documents by their hash.
 Files whose names say train and validation are split as they say.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgpt.data.download import published_file
-from fastgpt.data.reading import UTF_8, File, Source, load_splits
+from fastgpt.data.reading import UTF_8, Source, SourceFile, load_splits
 from fastgpt.errors import UserError, unknown_name
 from fastgpt.files import data_dir
 
@@ -38,7 +38,7 @@ HUB = {
 SEPARATORS = {"tinystories": "<|endoftext|>"}
 """Separator between the documents of a named set that is on disk as text."""
 ABOUT = re.compile(r"(readme|licen[sc]e|notice|citation)\b.*|.*\.(json|ya?ml)", re.I)
-"""Names of texts about a data set, which are left out beside its documents."""
+"""Names of texts about a dataset, which are left out beside its documents."""
 NAMES = ("builtin", "shakespeare", *HUB)
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 """Formats of documents, by suffix; all other files are texts."""
@@ -107,7 +107,7 @@ def _find(source: str) -> Source:
             SHAKESPEARE_FILE, SHAKESPEARE_URL, sha256=SHAKESPEARE_SHA256, what="tiny shakespeare",
             instead=f"that file, as {SHAKESPEARE_FILE},",
         )  # fmt: skip
-        return Source(name=source, given=source, files=(File(str(path)),))
+        return Source(name=source, given=source, files=(SourceFile(str(path)),))
     if source in HUB and (data_dir() / source).is_dir():
         return _local(str(data_dir() / source))
     if source in HUB:
@@ -138,7 +138,7 @@ def stdlib_source(root: Path) -> Source:
             f"the built-in corpus is the source of Python's standard library, but {root} holds"
             f" only {size:,} bytes of it; use a text file or a folder instead"
         )
-    files = tuple(map(File, paths))
+    files = tuple(map(SourceFile, paths))
     return Source(name="builtin", given="builtin", files=files, python=platform.python_version())
 
 
@@ -150,7 +150,7 @@ def _hub(source: str, name: str) -> Source:
             f"{error}; or get its files another way (Parquet, .jsonl or .txt), put them into"
             f" {data_dir() / name} and use that folder"
         ) from error
-    files = tuple(File(source, split if len(splits) > 1 else None) for split in splits)
+    files = tuple(SourceFile(source, split if len(splits) > 1 else None) for split in splits)
     return Source(name=name, given=source, files=files, format="hub")
 
 
@@ -196,7 +196,7 @@ def _format(path: str) -> Any:
     return FORMATS.get(suffixes[-1] if suffixes else "", "text")
 
 
-def _with_splits(paths: list[str], form: str) -> tuple[File, ...]:
+def _with_splits(paths: list[str], form: str) -> tuple[SourceFile, ...]:
     """Adds the splits that files or folders are named for, if train and validation are both named;
     those named test are left out then."""
     folder = os.path.commonpath([os.path.dirname(path) for path in paths]) or "."
@@ -206,13 +206,13 @@ def _with_splits(paths: list[str], form: str) -> tuple[File, ...]:
         named = [SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES]
         splits.append(named[-1] if named else None)
     if not {"train", "val"} <= {*splits} or (None in splits and form == "text"):
-        return tuple(map(File, paths))  # also a project's sources: train.py beside val.py
+        return tuple(map(SourceFile, paths))  # also a project's sources: train.py beside val.py
     if None in splits:
         path = paths[splits.index(None)]
         raise UserError(
             f"{path} is named neither train nor validation, unlike others: prepare it separately"
         )
-    return tuple(File(path, split) for path, split in zip(paths, splits) if split != "test")
+    return tuple(SourceFile(path, split) for path, split in zip(paths, splits) if split != "test")
 
 
 def _file_name(name: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from fastgpt.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS
-from fastgpt.data.reading import UTF_8, Piece, Source, read_pieces
+from fastgpt.data.reading import UTF_8, Source, TextChunk, read_chunks
 from fastgpt.data.shards import HEADER_BYTES, MAX_TOKENS, shard_header, token_dtype
 from fastgpt.data.tokenizers import SIZED, TOKENIZER_FILE, ByteTokenizer, Tokenizer, make_tokenizer
 from fastgpt.errors import UserError, counted
@@ -36,7 +36,7 @@ TAIL_FRACTION, DOCUMENT_FRACTION = 0.1, 0.005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class PrepareOptions:
     """Settings of a preparation: flags of `python -m fastgpt.prepare`, which shows their texts."""
 
     tokenizer: str = "auto"
@@ -66,7 +66,7 @@ class Settings:
         if not 1 <= self.shard_tokens <= MAX_TOKENS:
             raise UserError(f"--shard-tokens is {self.shard_tokens}: expected 1 to {MAX_TOKENS:,}")
 
-    def resolved(self, source: Source) -> "Settings":
+    def resolved(self, source: Source) -> "PrepareOptions":
         """Returns the settings with the defaults that depend on the source."""
         tokenizer, fraction = self.tokenizer, self.val_fraction
         if tokenizer == "auto":
@@ -80,17 +80,17 @@ class Settings:
 # --- batches -------------------------------------------------------------------------------------
 
 
-def batches(source: Source, *, raw: bool, tail_starts: int | None) -> Iterator[list[Piece]]:
-    """Yields lists of pieces of about `BATCH_CHARACTERS` characters, each tokenized by one thread.
+def batches(source: Source, *, raw: bool, tail_starts: int | None) -> Iterator[list[TextChunk]]:
+    """Yields lists of chunks of about `BATCH_CHARACTERS` characters, each tokenized by one thread.
 
     Args:
-        raw: see `read_pieces`.
+        raw: see `read_chunks`.
         tail_starts: length of the text before the held-out tail; None: files or hashes decide.
     """
     batch, size, length = [], 0, 0
-    for piece in read_pieces(source, raw=raw):
-        batch += [piece] if tail_starts is None else _split(piece, max(0, tail_starts - length))
-        size, length = size + len(piece.text), length + len(piece.text)
+    for chunk in read_chunks(source, raw=raw):
+        batch += [chunk] if tail_starts is None else _split(chunk, max(0, tail_starts - length))
+        size, length = size + len(chunk.text), length + len(chunk.text)
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -98,17 +98,17 @@ def batches(source: Source, *, raw: bool, tail_starts: int | None) -> Iterator[l
         yield batch
 
 
-def _split(piece: Piece, cut: int) -> list[Piece]:
-    """Cuts `piece` where the held-out tail begins."""
+def _split(chunk: TextChunk, cut: int) -> list[TextChunk]:
+    """Cuts `chunk` where the held-out tail begins."""
     parts = (
-        replace(piece, text=piece.text[:cut], split="train"),
-        replace(piece, text=piece.text[cut:], split="val", begins=piece.begins and cut == 0),
+        replace(chunk, text=chunk.text[:cut], split="train"),
+        replace(chunk, text=chunk.text[cut:], split="val", begins=chunk.begins and cut == 0),
     )
     return [part for part in parts if part.text]
 
 
 def encode(
-    batch: list[Piece], tokenizer: Tokenizer, *, val_fraction: float, ends_documents: bool
+    batch: list[TextChunk], tokenizer: Tokenizer, *, val_fraction: float, ends_documents: bool
 ) -> tuple[dict[str, tuple[np.ndarray, int, int]], bytes]:
     """Tokenizes a batch, with an end-of-text token before each document if the tokenizer has one.
 
@@ -123,16 +123,16 @@ def encode(
     found = {split: [eot[:0]] for split in SPLITS}
     num_bytes, documents = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     digest = hashlib.sha256()
-    for piece in batch:
-        text = cast(Any, piece.text)  # bytes for the bytes tokenizer only
-        data = piece.text if isinstance(piece.text, bytes) else piece.text.encode()
+    for chunk in batch:
+        text = cast(Any, chunk.text)  # bytes for the bytes tokenizer only
+        data = chunk.text if isinstance(chunk.text, bytes) else chunk.text.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
-        split = piece.split or SPLITS[held_out(data, val_fraction)]
+        split = chunk.split or SPLITS[held_out(data, val_fraction)]
         if ends_documents and not eot.size and not data.endswith(b"\n"):
             text, data = text + "\n", data + b"\n"
-        found[split] += [eot[: int(piece.begins)], tokenizer.encode(text)]
+        found[split] += [eot[: int(chunk.begins)], tokenizer.encode(text)]
         num_bytes[split] += len(data)
-        documents[split] += piece.begins
+        documents[split] += chunk.begins
     encoded = {
         split: (np.concatenate(ids), num_bytes[split], documents[split])
         for split, ids in found.items()
@@ -202,15 +202,15 @@ def scan(source: Source, *, raw: bool) -> tuple[int, str]:
         Its length, in bytes if it is read raw, else in characters; and the sha256 of its bytes.
     """
     length, digest = 0, hashlib.sha256()
-    for piece in read_pieces(source, raw=raw):
-        length += len(piece.text)
-        digest.update(piece.text if isinstance(piece.text, bytes) else piece.text.encode())
+    for chunk in read_chunks(source, raw=raw):
+        length += len(chunk.text)
+        digest.update(chunk.text if isinstance(chunk.text, bytes) else chunk.text.encode())
     return length, digest.hexdigest()
 
 
 def write_directory(
     source: Source,
-    settings: Settings,
+    settings: PrepareOptions,
     out: Path,
     *,
     workers: int | None = None,
@@ -275,10 +275,10 @@ def write_directory(
 def _texts(source: Source, *, sized: bool) -> Iterator[str]:
     """Yields the texts that a tokenizer is trained on."""
     length = 0
-    for piece in read_pieces(source):
-        assert isinstance(piece.text, str)
-        yield piece.text
-        length += len(piece.text)
+    for chunk in read_chunks(source):
+        assert isinstance(chunk.text, str)
+        yield chunk.text
+        length += len(chunk.text)
         if sized and length >= LEARNT_CHARACTERS:
             break
     if not source.plain:
@@ -286,7 +286,7 @@ def _texts(source: Source, *, sized: bool) -> Iterator[str]:
 
 
 def _in_order(
-    tokenize: Callable[[list[Piece]], Any], todo: Iterator[list[Piece]], workers: int
+    tokenize: Callable[[list[TextChunk]], Any], todo: Iterator[list[TextChunk]], workers: int
 ) -> Iterator[Any]:
     """Yields what `tokenize` makes of the batches, in their order.
 

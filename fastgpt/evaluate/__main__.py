@@ -34,7 +34,7 @@ class EvaluateConfig:
     tasks: str = ""
     """Tasks of the lm-evaluation-harness, separated by commas. They need the package lm-eval."""
     text: str = ""
-    """Text to compute bits per byte of: a file, a folder, or a prepared data set, whose validation
+    """Text to compute bits per byte of: a file, a folder, or a prepared dataset, whose validation
     tokens are used."""
     include: Path | None = None
     """Folder with tasks of your own for the lm-evaluation-harness, as YAML files."""

@@ -54,5 +54,5 @@ def run_tasks(
                 model="hf", model_args=args, batch_size=batch, device=device,
                 tasks=names, task_manager=manager, bootstrap_iters=0,
             )  # fmt: skip
-        except (OSError, ValueError) as error:  # no network, no such data set
+        except (OSError, ValueError) as error:  # no network, no such dataset
             raise UserError(f"the harness cannot run {', '.join(names)}: {brief(error)}") from error

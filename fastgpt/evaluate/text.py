@@ -1,4 +1,4 @@
-"""Loss and bits per byte of a text or of a prepared data set."""
+"""Loss and bits per byte of a text or of a prepared dataset."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import numpy as np
 
 from fastgpt.data.corpus import has_shards, open_shards
 from fastgpt.data.loader import eval_batches
-from fastgpt.data.reading import read_pieces
+from fastgpt.data.reading import read_chunks
 from fastgpt.data.shards import Tokens
 from fastgpt.data.sources import find_source
 from fastgpt.data.tokenizers import Tokenizer, same_tokenizer
@@ -33,14 +33,14 @@ class Scorer:
 
 
 def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | None]:
-    """Reads the held-out tokens of a prepared data set, or all of a text, a file or a folder.
+    """Reads the held-out tokens of a prepared dataset, or all of a text, a file or a folder.
 
     Returns:
         Token ids (N,), with the end-of-text token, if there is one, before each document; and the
         mean bytes of UTF-8 per token, None if unknown.
 
     Raises:
-        UserError: it cannot be read or has fewer than 2 tokens, or the data set was made with
+        UserError: it cannot be read or has fewer than 2 tokens, or the dataset was made with
             another tokenizer.
     """
     tokenizer, folder = scorer.tokenizer, Path(path).expanduser()
@@ -53,12 +53,12 @@ def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | N
             )
         return corpus.val, corpus.val_bytes_per_token
     parts, size = [], 0
-    for piece in read_pieces(find_source(path)):
-        assert isinstance(piece.text, str)
-        if piece.begins and tokenizer.eot_id is not None:
+    for chunk in read_chunks(find_source(path)):
+        assert isinstance(chunk.text, str)
+        if chunk.begins and tokenizer.eot_id is not None:
             parts.append(np.array([tokenizer.eot_id]))
-        parts.append(tokenizer.encode(piece.text))
-        size += len(piece.text.encode())
+        parts.append(tokenizer.encode(chunk.text))
+        size += len(chunk.text.encode())
     count = sum(map(len, parts))
     if count < 2:
         raise UserError(f"{path} has {counted(count, 'token')}: expected at least 2")

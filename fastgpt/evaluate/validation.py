@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastgpt.config.config import Config
 from fastgpt.data.corpus import Corpus
-from fastgpt.data.dataset import DataSet
-from fastgpt.data.items import IGNORED, ItemCorpus
+from fastgpt.data.dataset import Dataset
+from fastgpt.data.items import IGNORED, MapCorpus
 from fastgpt.data.loader import EvalBatches, eval_batches, random_batches
 from fastgpt.device.device import kind_of
 from fastgpt.parallel.distributed import World
@@ -72,8 +72,8 @@ def perplexity(loss: float) -> float:
 
 def validation_batches(
     config: Config,
-    data: DataSet,
-    corpus: Corpus | ItemCorpus,
+    data: Dataset,
+    corpus: Corpus | MapCorpus,
     split: str,
     *,
     max_tokens: int,

@@ -24,7 +24,7 @@ class ReportConfig:
     """Page to write; by default report.html, in the folder of the run, or for several runs in the
     current folder."""
     text: str = ""
-    """Text to colour by loss: a file, a folder, or a prepared data set, whose validation tokens are
+    """Text to colour by loss: a file, a folder, or a prepared dataset, whose validation tokens are
     used. By default it is the validation text of each run."""
 
     def __post_init__(self) -> None:

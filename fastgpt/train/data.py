@@ -1,4 +1,4 @@
-"""Data of a run, opened by every rank: a corpus, conversations or a caller's data sets."""
+"""Data of a run, opened by every rank: a corpus, conversations or a caller's datasets."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +7,8 @@ from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.source import OpenedModel
 from fastgpt.data.corpus import Corpus
-from fastgpt.data.dataset import DataSet, open_data, open_own
-from fastgpt.data.items import Data, ItemCorpus
+from fastgpt.data.dataset import Dataset, open_data, open_own
+from fastgpt.data.items import Data, MapCorpus
 from fastgpt.data.order import SampleOrder
 from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
 from fastgpt.display import PrepareProgress
@@ -25,12 +25,12 @@ PREPARED = {
     "tinystories-char": ("TinyStories-valid.txt", "--tokenizer chars "),
     "pubmed": ("abstracts.jsonl", "--tokenizer wordpiece --vocab-size 28996 --val-fraction 0.1 "),
 }
-"""File and flags that the data sets `prepared:NAME` of the recipes are prepared with."""
+"""File and flags that the datasets `prepared:NAME` of the recipes are prepared with."""
 
 
 def open_for_run(
     config: Config, data: Data | None, source: OpenedModel | None, world: World, warn: Warn
-) -> DataSet:
+) -> Dataset:
     """Opens the data of a run.
 
     It is a `UserError` if it differs between ranks, or has another tokenizer than the model.
@@ -43,20 +43,20 @@ def open_for_run(
         opened = _corpora(config, source, world, warn)
     if source is not None:
         init_from.check_vocabulary(source, opened.tokenizer)
-    if (main := world.broadcast_object(opened.identity)) != opened.identity:
+    if (main := world.broadcast_object(opened.fingerprint)) != opened.fingerprint:
         raise UserError(
-            f"{opened.name} differs between this rank ({opened.identity[:12]}) and the main rank"
+            f"{opened.name} differs between this rank ({opened.fingerprint[:12]}) and the main rank"
             f" ({main[:12]}): give every host the same prepared directory"
         )
     return opened
 
 
-def _corpora(config: Config, source: OpenedModel | None, world: World, warn: Warn) -> DataSet:
+def _corpora(config: Config, source: OpenedModel | None, world: World, warn: Warn) -> Dataset:
     where = resolve_source(config.data.source, warn)
     ends = config.data.align != "none" or config.model.document_mask  # bytes have none
     documents = "gpt2" if ends or (config.model.vocab_size or 0) >= GPT2_TOKENS else "bytes"
 
-    def opened(*report: PrepareProgress) -> DataSet:
+    def opened(*report: PrepareProgress) -> Dataset:
         settings = init_from.with_tokenizer(config, source)
         return open_data(settings, where, *report, documents=documents)
 
@@ -105,7 +105,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     return replace(config, model=model)
 
 
-def check_splits(config: Config, data: DataSet, orders: list[SampleOrder], warn: Warn) -> None:
+def check_splits(config: Config, data: Dataset, orders: list[SampleOrder], warn: Warn) -> None:
     """Warns of corpora of which an epoch uses little; raises `UserError` for one too short."""
     least = config.model.context + 1 if config.data.eval_batches else 2
     for corpus, order in zip(data.corpora, orders):
@@ -123,7 +123,7 @@ def check_splits(config: Config, data: DataSet, orders: list[SampleOrder], warn:
             )
 
 
-def sample_prompt(config: Config, corpus: Corpus | ItemCorpus) -> str:
+def sample_prompt(config: Config, corpus: Corpus | MapCorpus) -> str:
     """Returns the prompt of the samples: as asked for, the recipe's own, or words of the corpus."""
     if config.train.sample_prompt is not None:
         return config.train.sample_prompt

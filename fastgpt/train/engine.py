@@ -48,7 +48,7 @@ class Engine:
     It decides once what the settings leave open (vocabulary, steps, precision, ops, micro-batch).
 
     Args:
-        data: own data sets, in place of what `config.data` names.
+        data: own datasets, in place of what `config.data` names.
         source: the model that `config.init_from` names, if it is open already.
         rehearse: on one GPU, halve a micro-batch that its memory is too small for.
 
@@ -345,7 +345,7 @@ class Engine:
         return spikes | {
             "optimizers": self.optimizers.state_dict(),
             "loader": self.loader.state(),
-            "corpus": self.data.identity,
+            "corpus": self.data.fingerprint,
             "tokens": self.tokens,
             # each step's random numbers are a function of these and of the rank
             "rng": {"seed": self.config.seed, "step": self.step},

@@ -13,7 +13,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.checkpoint import Checkpoint
 from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, flat, saved_config, to_json
-from fastgpt.data.dataset import DataSet
+from fastgpt.data.dataset import Dataset
 from fastgpt.data.tokenizers import Tokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, brief
 from fastgpt.guards.nonfinite import check_weights
@@ -119,16 +119,16 @@ def load(found: Checkpoint, model: GPT, optimizers: Optimizers) -> dict[str, Any
     return found.state
 
 
-def position(restored: Restored, data: DataSet, warn: Warn) -> dict[str, list[int]] | None:
+def position(restored: Restored, data: Dataset, warn: Warn) -> dict[str, list[int]] | None:
     """Returns the loader's state in a checkpoint; None: at the beginning of the data."""
     if restored.state is None:
         return None
     corpus = restored.state["corpus"]
-    if corpus == data.identity:
+    if corpus == data.fingerprint:
         return dict(restored.state["loader"])
     warn(
         f"the data changed since {restored.path}: reading {data.name} from its beginning"
-        f" ({str(corpus)[:12]}, now {data.identity[:12]})"
+        f" ({str(corpus)[:12]}, now {data.fingerprint[:12]})"
     )
     return None
 

@@ -39,7 +39,7 @@ class Trainer:
 
     Args:
         config: settings of the run.
-        data: own data sets, in place of what `config.data` names.
+        data: own datasets, in place of what `config.data` names.
         source: the model that `config.init_from` names, if it is open already.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Small data sets in every format, and readers that share no code with the program under test."""
+"""Small datasets in every format, and readers that share no code with the program under test."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""`python -m fastgpt.data DIR` describes a data set correctly and finds damage."""
+"""`python -m fastgpt.data DIR` describes a dataset correctly and finds damage."""
 
 import re
 

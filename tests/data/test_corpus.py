@@ -95,7 +95,7 @@ def test_encoding_gives_the_same_tokens_and_an_entry_of_its_own(text_file):
     text_file.write_text(TEXT, encoding="utf-16")
     with pytest.raises(UserError, match=r"pass its encoding, such as --encoding utf-16 or cp1252"):
         opened(text_file)
-    assert opened(text_file, encoding="UTF16").identity == expected.identity
+    assert opened(text_file, encoding="UTF16").fingerprint == expected.fingerprint
     text_file.write_text(TEXT, encoding="latin-1")
     for name in ("cp1252", "iso-8859-7"):
         found = opened(text_file, "chars", encoding=name)
@@ -177,7 +177,7 @@ def test_prepared_directory_is_opened_as_it_was_made(text_file, tmp_path):
     older["splits"]["val"]["shards"][0]["crc32"] = [1]
     (out / "manifest.json").write_text(json.dumps(older))
     (out / "progress.json").write_text("{}")
-    assert opened(out).identity == corpus.identity
+    assert opened(out).fingerprint == corpus.fingerprint
     with pytest.raises(UserError, match="holds tokens already"):
         prepare(str(out), tmp_path / "out2", tokenizer="auto", val_fraction=0.2)
 
@@ -291,4 +291,4 @@ def test_same_text_split_in_another_way_has_another_identity(text_file, tmp_path
         for fraction in (0.1, 0.2)
     ]
     assert corpora[0].sha256 == corpora[1].sha256
-    assert corpora[0].identity != corpora[1].identity
+    assert corpora[0].fingerprint != corpora[1].fingerprint

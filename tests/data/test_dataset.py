@@ -1,4 +1,4 @@
-"""Data sets of a run: one or several by weight, ours or another program's."""
+"""Datasets of a run: one or several by weight, ours or another program's."""
 
 import hashlib
 import json

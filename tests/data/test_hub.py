@@ -4,7 +4,7 @@ from unittest import mock
 import pytest
 
 from fastgpt.data import reading
-from fastgpt.data.reading import read_pieces
+from fastgpt.data.reading import read_chunks
 from fastgpt.data.sources import find_source
 from fastgpt.errors import UserError
 from tests.data.sets import write_documents
@@ -40,7 +40,7 @@ def load(monkeypatch):
 
 
 def texts(source):
-    return [piece.text for piece in read_pieces(source)]
+    return [chunk.text for chunk in read_chunks(source)]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_name_gives_repository_configuration_and_revision(load, name, asked, sho
 
 
 def test_rows_without_text_are_passed_over(load, monkeypatch):
-    monkeypatch.setattr(reading, "ROWS", 2)
+    monkeypatch.setattr(reading, "BATCH_ROWS", 2)
     load(train={"id": [1, 2, 3, 4, 5], "content": ["a", None, "c", "", "e"]})
     source = find_source("hf:one/set", field="content")
     assert texts(source) == ["a", "c", "e"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fastgpt.data import reading
-from fastgpt.data.reading import opened, read_pieces
+from fastgpt.data.reading import opened, read_chunks
 from fastgpt.data.sources import find_source
 from fastgpt.errors import UserError
 from tests.data.sets import PACKERS, write_documents
@@ -162,7 +162,7 @@ def test_what_is_no_text_is_named(tmp_path, monkeypatch, kind, raw, chunk):
     monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
     said = rf"^{path} is not UTF-8 \(.+\): if it is text, pass its encoding, such as --encoding utf"
     with pytest.raises(UserError, match=said):
-        list(read_pieces(find_source(str(path)), raw=raw))
+        list(read_chunks(find_source(str(path)), raw=raw))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_what_is_no_text_is_named(tmp_path, monkeypatch, kind, raw, chunk):
 )
 def test_text_with_a_few_control_characters_is_text(tmp_path, text):
     (tmp_path / "x.txt").write_text(text, encoding="utf-8", newline="")
-    found = read_pieces(find_source(str(tmp_path / "x.txt")))
-    assert "".join(piece.text for piece in found) == text
+    found = read_chunks(find_source(str(tmp_path / "x.txt")))
+    assert "".join(chunk.text for chunk in found) == text
 
 
 # --- splits ---------------------------------------------------------------------------------------

@@ -67,11 +67,11 @@ def test_order_depends_on_seed_and_epoch(sampling, align):
 def test_stream_is_the_same_however_it_is_cut(sampling, align, counts):
     order = order_of(align, sampling)
     whole, *end = order.take(0, 0, sum(counts))
-    pieces, position = [], (0, 0)
+    chunks, position = [], (0, 0)
     for count in counts:
-        piece, *position = order.take(*position, count)
-        pieces.append(piece)
-    assert np.concatenate(pieces).tolist() == whole.tolist()
+        chunk, *position = order.take(*position, count)
+        chunks.append(chunk)
+    assert np.concatenate(chunks).tolist() == whole.tolist()
     assert position == end
 
 
@@ -198,13 +198,13 @@ def test_each_corpus_is_read_in_its_own_order(align, weights):
 
 @given(weights=weights, counts=st.lists(st.integers(0, 40), min_size=1, max_size=6))
 def test_mixture_goes_on_from_any_state(weights, counts):
-    whole, pieces, state = mixed(weights), [], None
+    whole, chunks, state = mixed(weights), [], None
     expected = whole.take(sum(counts))
     for count in counts:
         mixture = mixed(weights, state)
-        pieces.append(mixture.take(count))
+        chunks.append(mixture.take(count))
         state = mixture.state()
-    np.testing.assert_array_equal(np.concatenate(pieces), expected)
+    np.testing.assert_array_equal(np.concatenate(chunks), expected)
     assert state == whole.state()
     assert state["sample"] == [sum(counts)]
 

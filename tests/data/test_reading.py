@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgpt.data import reading
-from fastgpt.data.reading import read_pieces
+from fastgpt.data.reading import read_chunks
 from fastgpt.data.sources import find_source
 from fastgpt.data.tokenizers import make_tokenizer
 from fastgpt.data.writing import scan
@@ -31,7 +31,7 @@ MIXED = st.lists(
 @pytest.fixture
 def small(monkeypatch):
     """Makes every buffer so small that documents are cut wherever they can be."""
-    for name, value in {"CHUNK_BYTES": 7, "ROWS": 2, "MAX_PIECE": 25}.items():
+    for name, value in {"CHUNK_BYTES": 7, "BATCH_ROWS": 2, "MAX_CHUNK": 25}.items():
         monkeypatch.setattr(reading, name, value)
 
 
@@ -45,8 +45,8 @@ def tokenizer(request):
     return make_tokenizer(request.param, lambda: [text], vocab_size=400)
 
 
-def pieces(path, raw=False, **options):
-    return list(read_pieces(find_source(str(path), **options), raw=raw))
+def chunks(path, raw=False, **options):
+    return list(read_chunks(find_source(str(path), **options), raw=raw))
 
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(tokenizer, tmp_path_factor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "CHUNK_BYTES", chunk)
         patch.setattr(reading, "MOST_NULS", 1)
-        parts = [piece.text for piece in pieces(path)]
+        parts = [chunk.text for chunk in chunks(path)]
     assert "".join(parts) == "x" + text
     expected = tokenizer.encode("x" + text).tolist()
     assert np.concatenate([tokenizer.encode(part) for part in parts]).tolist() == expected
@@ -68,9 +68,9 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(tokenizer, tmp_path_factor
 
 def test_text_is_cut_into_many_parts_of_bounded_length(tmp_path, small):
     (tmp_path / "x.txt").write_text("some words " * 50 + "y" * 100 + " " * 100 + "words")
-    parts = [piece.text for piece in pieces(tmp_path / "x.txt")]
+    parts = [chunk.text for chunk in chunks(tmp_path / "x.txt")]
     assert len(parts) > 60
-    assert max(map(len, parts)) < 25 + 7  # MAX_PIECE, and what was read to pass it
+    assert max(map(len, parts)) < 25 + 7  # MAX_CHUNK, and what was read to pass it
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -79,15 +79,15 @@ def test_folder_is_read_as_one_text_whose_files_end_their_lines(tmp_path, small,
     folder.mkdir()
     for name, content in {"a": "no newline", "b": "", "c": "two words\n", "d": "naïve"}.items():
         (folder / name).write_text(content, encoding="utf-8")
-    found = pieces(folder, raw=raw)
+    found = chunks(folder, raw=raw)
     text = "no newline\ntwo words\nnaïve\n"
     whole = text.encode() if raw else text
-    assert whole[:0].join(piece.text for piece in found) == whole
-    assert sum(piece.begins for piece in found) == 3
+    assert whole[:0].join(chunk.text for chunk in found) == whole
+    assert sum(chunk.begins for chunk in found) == 3
     length, digest = scan(find_source(str(folder)), raw=raw)
     assert length == len(whole)
     assert digest == hashlib.sha256(text.encode()).hexdigest()
-    assert [piece.text for piece in pieces(folder / "a")][-1].endswith("newline")  # alone: as it is
+    assert [chunk.text for chunk in chunks(folder / "a")][-1].endswith("newline")  # alone: as it is
 
 
 # --- documents ------------------------------------------------------------------------------------
@@ -107,20 +107,20 @@ def test_every_format_gives_the_same_documents(written, small):
     expected = list(filter(None, DOCUMENTS))
     if options:  # a separator stands on a line of its own
         expected = [text.strip("\r\n") for text in expected]
-    found = pieces(path, **options)
-    assert [piece.text for piece in found] == expected
-    assert all(piece.begins for piece in found)
+    found = chunks(path, **options)
+    assert [chunk.text for chunk in found] == expected
+    assert all(chunk.begins for chunk in found)
 
 
 def test_missing_texts_of_parquet_are_passed_over(tmp_path, small):
     path = write_documents(tmp_path / "x.parquet", ["a", None, "", None, "b"], field="content")
-    assert [piece.text for piece in pieces(path, field="content")] == ["a", "b"]
+    assert [chunk.text for chunk in chunks(path, field="content")] == ["a", "b"]
 
 
 def test_json_lines_may_have_a_mark_blank_lines_and_broken_pairs(tmp_path):
     lines = ['\ufeff{"text": "one"}\r\n', "\n", '{"n": 1, "text": "\\ud83d\\ude00\\ud800"}']
     (tmp_path / "x.jsonl").write_text("".join(lines), encoding="utf-8", newline="")
-    assert [piece.text for piece in pieces(tmp_path / "x.jsonl")] == ["one", "\U0001f600?"]
+    assert [chunk.text for chunk in chunks(tmp_path / "x.jsonl")] == ["one", "\U0001f600?"]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_line_that_is_no_document_is_named(tmp_path, line, shown):
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "x"}\n\n' + line + b"\n")
     said = r"x\.jsonl line 3: expected a JSON object with text in the field 'text', which --field"
     with pytest.raises(UserError, match=said) as raised:
-        pieces(tmp_path / "x.jsonl")
+        chunks(tmp_path / "x.jsonl")
     assert shown in str(raised.value)
 
 
@@ -156,14 +156,14 @@ def test_damaged_parquet_is_named_in_one_line(tmp_path, damage):
         column = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, text])
         pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
     with pytest.raises(UserError, match=r"^cannot read .*x\.parquet: [^\n]+$"):
-        pieces(path)
+        chunks(path)
 
 
 def test_separator_that_never_comes_is_named_before_memory_is_full(tmp_path, monkeypatch, small):
     monkeypatch.setattr(reading, "MAX_DOCUMENT", 100)
     (tmp_path / "x.txt").write_text("one--two--" + "three" * 30)
     with pytest.raises(UserError, match=r"x\.txt: no '--' in 100 characters:"):
-        pieces(tmp_path / "x.txt", separator="--")
+        chunks(tmp_path / "x.txt", separator="--")
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.jsonl", "x.jsonl.zst"])
@@ -178,7 +178,7 @@ def test_no_more_is_read_than_is_asked_for(tmp_path, monkeypatch, name):
         return files[0]
 
     monkeypatch.setattr(reading, "open", remembered, raising=False)
-    found = read_pieces(find_source(str(path)))
+    found = read_chunks(find_source(str(path)))
     next(found)
     [file] = files
     assert 0 < file.raw.tell() <= 3 * reading.CHUNK_BYTES < path.stat().st_size
@@ -190,4 +190,4 @@ def test_line_of_json_without_end_is_named_before_memory_is_full(tmp_path, monke
     monkeypatch.setattr(reading, "MAX_LINE", 100)
     write_documents(tmp_path / "x.jsonl.gz", ["short", "a" * 10**6])
     with pytest.raises(UserError, match=r"line 2: expected a JSON object"):
-        pieces(tmp_path / "x.jsonl.gz")
+        chunks(tmp_path / "x.jsonl.gz")

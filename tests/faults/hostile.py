@@ -1,6 +1,6 @@
 """Loads damaged files: `python -m tests.faults.hostile` writes the record of 10,000 cases.
 
-Each case changes one file of a run, a prepared data set, a model of Hugging Face, nanoGPT or llm.c,
+Each case changes one file of a run, a prepared dataset, a model of Hugging Face, nanoGPT or llm.c,
 another program's shards, tokenizers or a chat template, and loads and uses it. Right are a
 `UserError` of one line, the result of the unchanged files, or another one where no checksum covers
 the file or a new one was computed, as an attacker can.
@@ -32,7 +32,7 @@ import tyro
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.tensors import octets
 from fastgpt.config.config import Config, DataConfig, saved_config
-from fastgpt.convert.source import SIDECARS, open_model
+from fastgpt.convert.source import HF_FILES, open_model
 from fastgpt.data.__main__ import main as show_data
 from fastgpt.data.dataset import open_data
 from fastgpt.data.tokenizers import ByteTokenizer, IdTokenizer, load_tokenizer
@@ -71,7 +71,7 @@ def load_model(path: Path) -> object:
     model, tokenizer, template = (
         source.build_gpt(),
         source.tokenizer,
-        template_of(source.hf_sidecars),
+        template_of(source.hf_files),
     )
     state = [(name, x.shape, octets(x).tobytes()) for name, x in model.state_dict().items()]
     texts = None if template is None else [*template.pieces(TALK)]
@@ -91,7 +91,7 @@ def load_data(path: Path) -> object:
     except SystemExit as stopped:
         raise UserError(said.getvalue().strip()) from stopped
     [corpus] = data.corpora
-    return corpus.name, data.identity, corpus.train[:].tobytes(), corpus.val[:].tobytes()
+    return corpus.name, data.fingerprint, corpus.train[:].tobytes(), corpus.val[:].tobytes()
 
 
 def load_tokenizers(path: Path) -> object:
@@ -127,7 +127,7 @@ def targets(folder: Path) -> dict[str, Target]:
     for kind in ("bpe", "wordpiece"):
         tokenizer_of(kind).save(folder / "tokenizers" / f"{kind}.json")
     (folder / "template" / "chat.jinja").write_text(CHATML)
-    (folder / "hf-llama" / SIDECARS[1]).write_text(json.dumps({"chat_template": CHATML}))
+    (folder / "hf-llama" / HF_FILES[1]).write_text(json.dumps({"chat_template": CHATML}))
     for name, load in (("tokenizers", load_tokenizers), ("template", load_template)):
         found[name] = Target(folder / name, partial(load, folder / name))
     data = prepared(folder / "data", texts(200))

@@ -28,7 +28,7 @@ def ranks(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr(failure, "HELLO_S", 1)
     noticed, said = [], Queue()
-    monkeypatch.setattr(PeerMonitor, "end_after", lambda _, rank, word: noticed.append((rank, word)))
+    monkeypatch.setattr(PeerMonitor, "end_after", lambda _, *end: noticed.append(end))
     with ThreadPoolExecutor(1) as thread:
         main = thread.submit(joined, 0, said.put)
         place = said.get()

@@ -1,4 +1,4 @@
-"""Own data sets of torch.utils.data through the trainer: its order, ranks, masks and resuming."""
+"""Own datasets of torch.utils.data through the trainer: its order, ranks, masks and resuming."""
 
 import re
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_bad_items_are_named(change, said, tiny):
 
 
 def test_random_batches_are_refused(tiny):
-    with pytest.raises(UserError, match=r"--data.eval-batches: own data sets are evaluated whole"):
+    with pytest.raises(UserError, match=r"--data.eval-batches: own datasets are evaluated whole"):
         fastgpt.Trainer(parse(tiny("--data.eval-batches 2")), own())
 
 

@@ -122,8 +122,8 @@ class JsonTokenizer(Tokenizer):
         with refusing("the tokenizer's post-processor cannot be used"):
             text = self._tokenizer.encode("", add_special_tokens=False)
             text.pad(1)
-            whole = self._tokenizer.post_process(text)
-        return tuple(whole.ids[: whole.attention_mask.index(0)])
+            encoding = self._tokenizer.post_process(text)
+        return tuple(encoding.ids[: encoding.attention_mask.index(0)])
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Decodes ids to text; each id outside the vocabulary becomes U+FFFD."""
