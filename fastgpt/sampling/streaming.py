@@ -35,7 +35,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """Part of a continuation; `str` gives its text."""
 
     text: str
@@ -47,11 +47,11 @@ class Piece:
     def __str__(self) -> str:
         return self.text
 
-    def __add__(self, later: "Piece") -> "Piece":
-        return Piece(self.text + later.text, self.tokens + later.tokens, later.finish)
+    def __add__(self, later: "TextDelta") -> "TextDelta":
+        return TextDelta(self.text + later.text, self.tokens + later.tokens, later.finish)
 
 
-class Continuation:
+class GeneratedText:
     """Continuation of one prompt (T,), which logits extend by a token each, decoded as it grows.
 
     The arguments are those of `stream`; with `strip` without white space at both ends.
@@ -76,7 +76,7 @@ class Continuation:
         self.decoded = len(tokenizer.decode(self.ids))
         self.sent, self.pending = 0, list[Token]()
 
-    def add(self, logits: Tensor) -> Piece:
+    def add(self, logits: Tensor) -> TextDelta:
         """Draws a token from logits (V,), and returns the text that has become certain."""
         logits = logits[None, : self.tokenizer.vocab_size].float().cpu()
         self.last = int(self.draw(logits, self.seen))
@@ -94,7 +94,7 @@ class Continuation:
         if found:
             self.text = self.text[: min(found)]
             self.pending = [token for token in self.pending if token.offset < min(found)]
-        return self._piece("stop" if found or ended else None if self.left else "length")
+        return self._delta("stop" if found or ended else None if self.left else "length")
 
     def _decode(self, last: bool) -> None:
         """Adds the text of the newest id, unless it is the last without half a character."""
@@ -111,7 +111,7 @@ class Continuation:
         if self.strip and not self.sent:
             self.text = self.text.lstrip()
 
-    def _piece(self, finish: Literal["stop", "length"] | None) -> Piece:
+    def _delta(self, finish: Literal["stop", "length"] | None) -> TextDelta:
         """Releases the text but for an end that may become a stop string, or be stripped."""
         end = len(self.text)
         if not finish:
@@ -123,12 +123,12 @@ class Continuation:
         ready = [token for token in self.pending if finish or token.offset < end]
         self.pending = self.pending[len(ready) :]
         text, self.sent = self.text[self.sent : end], end
-        return Piece(text, ready, finish)
+        return TextDelta(text, ready, finish)
 
 
 def stream(
     model: GPT, tokenizer: Tokenizer, prompt: str | Tensor, *, exact: bool = False, **options: Any
-) -> Iterator[Piece]:
+) -> Iterator[TextDelta]:
     """Continues a text, and yields it piece by piece, in whole characters, as it is generated.
 
     Args:
@@ -139,7 +139,7 @@ def stream(
             number of likeliest tokens to report; those of `fastgpt.generate` for drawing.
 
     Yields:
-        Piece: its `str` is the text; `tokens` have ids and log-probabilities.
+        TextDelta: its `str` is the text; `tokens` have ids and log-probabilities.
 
     Raises:
         UserError: as `fastgpt.encode_prompt` and `fastgpt.generate`.
@@ -150,7 +150,7 @@ def stream(
     """
     ids = encode_prompt(prompt, tokenizer) if isinstance(prompt, str) else prompt.cpu()
     check_tokens(ids[None], model.config)
-    text = Continuation(tokenizer, ids, **options)
+    text = GeneratedText(tokenizer, ids, **options)
     tokens = F.pad(ids[None], (0, text.left)).to(next(model.parameters()).device)
     for logits in following(model, tokens, torch.tensor([len(ids)]), len(ids), exact=exact):
         piece = text.add(logits[0])

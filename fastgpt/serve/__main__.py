@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
         import uvicorn
 
         from fastgpt.serve.app import Server
-        from fastgpt.serve.engine import Engine
+        from fastgpt.serve.generator import BatchGenerator
     except ImportError as error:
         how = install_command("serve", "fastapi", "uvicorn")
         raise UserError(f"serving needs {error.name}: {how}") from error
@@ -79,9 +79,9 @@ def main(argv: list[str]) -> None:
     found = open_model(config.model)
     tokenizer = found.known_tokenizer()
     model, autocast = found.build_gpt(on), partial(device.autocast, on, precision)
-    engine = Engine(model, slots=config.slots, exact=config.exact, autocast=autocast)
+    generator = BatchGenerator(model, slots=config.slots, exact=config.exact, autocast=autocast)
     server = Server(
-        name=Path(config.model).resolve().name, engine=engine, tokenizer=tokenizer,
+        name=Path(config.model).resolve().name, generator=generator, tokenizer=tokenizer,
         template=template_of(found.hf_files), token=os.environ.get("FASTGPT_TOKEN"),
     )  # fmt: skip
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -89,11 +89,11 @@ def main(argv: list[str]) -> None:
 
     class Closing(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
-            engine.closed = True  # ends the texts, for which the connections would wait
+            generator.closed = True  # ends the texts, for which the connections would wait
             if not self.should_exit:  # it ends within seconds: a second signal would only tear it
                 super().handle_exit(sig, frame)
 
-    with closing(engine):
+    with closing(generator):
         Closing(server.http()).run(sockets=[place])
 
 

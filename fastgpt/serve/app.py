@@ -36,9 +36,9 @@ from fastgpt.errors import UserError, shown
 from fastgpt.model.drawing import OPTIONS
 from fastgpt.model.generation import check_tokens
 from fastgpt.sampling.chat import Template, encode, refuse_special
-from fastgpt.sampling.streaming import Continuation, Piece
+from fastgpt.sampling.streaming import GeneratedText, TextDelta
 from fastgpt.sampling.text import encode_prompt
-from fastgpt.serve.engine import Engine, Job
+from fastgpt.serve.generator import BatchGenerator, TextRequest
 from fastgpt.terminal import REPLACEMENT
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -64,7 +64,7 @@ STATUSES = {
 PAGE = Path(__file__).with_name("page.html")
 
 
-class Fields(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
+class StrictModel(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """Object of a request; null stands for a field's default, and unknown fields are refused."""
 
     @model_validator(mode="before")
@@ -83,11 +83,11 @@ def _several(given: Any) -> Any:
     return [given] if ids or isinstance(given, str) else given
 
 
-class StreamOptions(Fields):
+class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-class Asked(Fields):
+class Asked(StrictModel):
     """Fields of both kinds of requests."""
 
     model: str
@@ -119,12 +119,12 @@ class Completion(Asked):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class TextPart(Fields):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class Message(Fields):
+class Message(StrictModel):
     role: Literal["system", "user", "assistant"]
     content: str | Annotated[list[TextPart], FIRST_FAULT]
 
@@ -139,7 +139,7 @@ class Chat(Asked):
 
 
 Either = Completion | Chat
-Pieces = AsyncIterator[tuple[int, Piece]]
+TextDeltas = AsyncIterator[tuple[int, TextDelta]]
 
 
 def as_json(content: Any, status: int = 200) -> Response:
@@ -190,7 +190,7 @@ class Server:
     """A model that is served, and its answers to requests."""
 
     name: str
-    engine: Engine
+    generator: BatchGenerator
     tokenizer: Tokenizer
     template: Template | None = None
     token: str | None = None
@@ -212,7 +212,7 @@ class Server:
             api.add_api_route(path, partial(self._answer, kind), methods=["POST"])
         model = {
             "id": self.name, "object": "model", "created": int(time.time()), "owned_by": "fastgpt",
-            "context": self.engine.model.config.context, "chat": self.template is not None,
+            "context": self.generator.model.config.context, "chat": self.template is not None,
         }  # fmt: skip
         api.add_api_route("/models", lambda: as_json({"object": "list", "data": [model]}))
         app.add_api_route("/health", self._health)
@@ -228,7 +228,7 @@ class Server:
             raise HTTPException(403, "expected localhost in the header Host")
 
     async def _health(self) -> Response:
-        counts = {"running": len(self.engine.running), "waiting": len(self.engine.waiting)}
+        counts = {"running": len(self.generator.running), "waiting": len(self.generator.waiting)}
         return as_json({"status": "ok", **counts})
 
     async def _answer(self, kind: type[Either], request: Request) -> Response:
@@ -249,28 +249,28 @@ class Server:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        jobs = await asyncio.to_thread(self._jobs, asked, put)
-        self.engine.submit(jobs)
+        requests = await asyncio.to_thread(self._requests, asked, put)
+        self.generator.submit(requests)
         hung_up = asyncio.ensure_future(request.receive())  # what follows the body
-        hung_up.add_done_callback(lambda _: jobs[0].gone.set())
-        pieces = _pieces(events, len(jobs), hung_up)
+        hung_up.add_done_callback(lambda _: requests[0].gone.set())
+        pieces = _deltas(events, len(requests), hung_up)
         chunk = ".chunk" if asked.stream else ""
         about = {
             "id": secrets.token_hex(16), "created": int(time.time()), "model": asked.model,
             "object": f"chat.completion{chunk}" if kind is Chat else "text_completion",
         }  # fmt: skip
         if asked.stream:
-            lines = self._events(asked, about, jobs, pieces)
+            lines = self._events(asked, about, requests, pieces)
             return StreamingResponse(lines, media_type="text/event-stream")
-        whole = [Piece("", [])] * len(jobs)
+        texts = [TextDelta("", [])] * len(requests)
         async for index, piece in pieces:
-            whole[index] += piece
-        choices = [self._choice(asked, *each, role="assistant") for each in enumerate(whole)]
-        return as_json(about | {"choices": choices, "usage": usage(asked, jobs)})
+            texts[index] += piece
+        choices = [self._choice(asked, *each, role="assistant") for each in enumerate(texts)]
+        return as_json(about | {"choices": choices, "usage": usage(asked, requests)})
 
-    def _jobs(self, asked: Either, put: Callable[..., None]) -> list[Job]:
+    def _requests(self, asked: Either, put: Callable[..., None]) -> list[TextRequest]:
         """Encodes the prompts of a request; `n` texts of the first come first."""
-        config, jobs, gone = self.engine.model.config, [], threading.Event()
+        config, requests, gone = self.generator.model.config, [], threading.Event()
         options = asked.model_dump(include={*OPTIONS})
         if isinstance(asked, Chat):
             if self.template is None:
@@ -292,14 +292,14 @@ class Server:
             if room < 1:
                 found, most = len(ids), config.context
                 raise UserError(f"the prompt has {found:,} tokens: expected at most {most:,}")
-            options["generator"] = torch.Generator().manual_seed(asked.seed + len(jobs))
+            options["generator"] = torch.Generator().manual_seed(asked.seed + len(requests))
             options["max_new_tokens"] = min(asked.max_tokens or room, room)
-            text, ends = Continuation(self.tokenizer, ids, **options), time.monotonic() + SECONDS
-            jobs.append(Job(ids, text, partial(put, len(jobs)), ends, gone))
-        return jobs
+            text, ends = GeneratedText(self.tokenizer, ids, **options), time.monotonic() + SECONDS
+            requests.append(TextRequest(ids, text, partial(put, len(requests)), ends, gone))
+        return requests
 
     async def _events(
-        self, asked: Either, about: dict[str, Any], jobs: list[Job], pieces: Pieces
+        self, asked: Either, about: dict[str, Any], requests: list[TextRequest], pieces: TextDeltas
     ) -> AsyncIterator[str]:
         """Yields an answer as server-sent events."""
 
@@ -309,17 +309,17 @@ class Server:
         try:
             if isinstance(asked, Chat):
                 for index in range(asked.n):
-                    yield event([self._choice(asked, index, Piece("", []), role="assistant")])
+                    yield event([self._choice(asked, index, TextDelta("", []), role="assistant")])
             async for index, piece in pieces:
                 if piece.text or piece.finish:
                     yield event([self._choice(asked, index, piece)])
             if asked.stream_options.include_usage:
-                yield event([], usage=usage(asked, jobs))
+                yield event([], usage=usage(asked, requests))
             yield "data: [DONE]\n\n"
         except Exception as error:  # the status has been sent
             yield f"data: {bytes((await as_error(None, error)).body).decode()}\n\n"
 
-    def _choice(self, asked: Either, index: int, piece: Piece, **role: str) -> dict[str, Any]:
+    def _choice(self, asked: Either, index: int, piece: TextDelta, **role: str) -> dict[str, Any]:
         """Returns a piece, or a whole text, in OpenAI's form."""
         tokens, logprobs, decode = piece.tokens, None, partial(shown_token, self.tokenizer)
 
@@ -365,13 +365,13 @@ def _conversation(asked: Chat, tokenizer: Tokenizer, template: Template) -> Tens
     return torch.from_numpy(encode(tokenizer, template.pieces(said))[0])
 
 
-def usage(asked: Asked, jobs: list[Job]) -> dict[str, int]:
-    read = sum(len(job.prompt) for job in jobs[:: asked.n])
-    drawn = sum(job.length + 1 - len(job.prompt) for job in jobs)
+def usage(asked: Asked, requests: list[TextRequest]) -> dict[str, int]:
+    read = sum(len(request.prompt) for request in requests[:: asked.n])
+    drawn = sum(request.length + 1 - len(request.prompt) for request in requests)
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
-async def _pieces(events: asyncio.Queue, left: int, hung_up: asyncio.Future) -> Pieces:
+async def _deltas(events: asyncio.Queue, left: int, hung_up: asyncio.Future) -> TextDeltas:
     """Yields the pieces of all texts as they come, with their numbers."""
     try:
         while left:

@@ -15,7 +15,7 @@ from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.data.tokenizers.huggingface import JsonTokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import CHATML, Rows, Template, encode, open_conversations, template_of
-from fastgpt.sampling.streaming import Continuation
+from fastgpt.sampling.streaming import GeneratedText
 from fastgpt.sampling.text import encode_prompt
 from fastgpt.train.engine import Engine
 from tests.convert.models import converted, saved, theirs
@@ -156,7 +156,7 @@ def test_prompts_of_models_of_others_are_those_of_transformers(folder, tmp_path)
             plain = theirs(text).input_ids or [tokenizer.eot_id]
             assert encode_prompt(text, tokenizer).tolist() == plain
         for end in (258, 64, 66, 65):
-            text = Continuation(tokenizer, torch.tensor([1]), max_new_tokens=9, temperature=0)
+            text = GeneratedText(tokenizer, torch.tensor([1]), max_new_tokens=9, temperature=0)
             piece = text.add(torch.eye(270)[end])
             assert piece.finish == (None if end == 65 else "stop")
 

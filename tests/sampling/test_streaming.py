@@ -13,7 +13,7 @@ import fastgpt
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, IdTokenizer
 from fastgpt.data.tokenizers.huggingface import JsonTokenizer, train_bpe, train_wordpiece
 from fastgpt.sampling.chat import Template, talk
-from fastgpt.sampling.streaming import Continuation
+from fastgpt.sampling.streaming import GeneratedText
 from fastgpt.sampling.text import sample_text
 from fastgpt.terminal import print_stream
 from tests.models import sharp
@@ -44,7 +44,7 @@ TOKENIZERS = {
 def told(tokenizer, prompt, ids, **options):
     """Streams given ids; returns the pieces."""
     options |= {"max_new_tokens": len(ids), "temperature": 0}
-    text, pieces = Continuation(tokenizer, torch.tensor(prompt), **options), []
+    text, pieces = GeneratedText(tokenizer, torch.tensor(prompt), **options), []
     while not (pieces and pieces[-1].finish):
         pieces.append(text.add(torch.eye(400)[ids[len(pieces)]]))
     return pieces

@@ -19,7 +19,7 @@ from fastgpt.errors import UserError
 from fastgpt.kernels.decode_attention import op as decode_attention_op
 from fastgpt.model.drawing import draw
 from fastgpt.sampling.chat import CHATML, Template
-from fastgpt.sampling.streaming import Continuation
+from fastgpt.sampling.streaming import GeneratedText
 from tests.models import sharp
 from tests.sampling.test_streaming import TOKENIZERS, Letters
 
@@ -32,7 +32,7 @@ from fastgpt.serve import __main__ as serve_main  # noqa: E402 - what the extra 
 from fastgpt.serve import app  # noqa: E402
 from fastgpt.serve.__main__ import ServeConfig, listening  # noqa: E402 - what the extra installs
 from fastgpt.serve.app import Server  # noqa: E402
-from fastgpt.serve.engine import Engine, Job  # noqa: E402
+from fastgpt.serve.generator import BatchGenerator, TextRequest  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +41,10 @@ def _without_the_interpreter(monkeypatch):
     monkeypatch.setattr(decode_attention_op, "runs_kernels", lambda device: False)
 
 
-def job(ids, new=5):
-    """Returns a job, and the function that waits for its tokens."""
+def request(ids, new=5):
+    """Returns a request, and the function that waits for its tokens."""
     events, ids = queue.Queue(), torch.tensor(ids)
-    text = Continuation(Letters(), ids, max_new_tokens=new, temperature=0, logprobs=2)
+    text = GeneratedText(Letters(), ids, max_new_tokens=new, temperature=0, logprobs=2)
 
     def tokens():
         piece, found = None, []
@@ -55,7 +55,7 @@ def job(ids, new=5):
             found += piece.tokens
         return found
 
-    return Job(ids, text, events.put, time.monotonic() + 60, threading.Event()), tokens
+    return TextRequest(ids, text, events.put, time.monotonic() + 60, threading.Event()), tokens
 
 
 ROTARY = {"position": "rotary", "window": 5, "num_kv_heads": 1}
@@ -72,10 +72,10 @@ def test_greedy_texts_of_a_batch_are_those_of_each_alone(options, mode, capsys):
     model, exact = sharp(num_heads=2, dim=16, vocab_size=30, context=24, **options), mode == "exact"
     autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=mode == "bf16")
     prompts = [torch.randint(30, (n,)).tolist() for n in (1, 9, 3, 24, 2, 14, 5, 11, 1, 20)]
-    with closing(Engine(model, slots=3, exact=exact, autocast=autocast)) as engine:
-        jobs = [job(ids, min(12, 25 - len(ids))) for ids in prompts]
-        engine.submit([each for each, _ in jobs])
-        got = [tokens() for _, tokens in jobs]
+    with closing(BatchGenerator(model, slots=3, exact=exact, autocast=autocast)) as generator:
+        requests = [request(ids, min(12, 25 - len(ids))) for ids in prompts]
+        generator.submit([each for each, _ in requests])
+        got = [tokens() for _, tokens in requests]
     for ids, tokens in zip(prompts, got):
         about = {"max_new_tokens": len(tokens), "temperature": 0, "logprobs": 2}
         with autocast():
@@ -92,42 +92,48 @@ def test_greedy_texts_of_a_batch_are_those_of_each_alone(options, mode, capsys):
 
 
 def test_the_queue_is_limited_and_texts_that_end_early_leave_no_trace():
-    jobs = [job(ids) for ids in ([1], [99], [1], [1], [1])]  # 99 is outside of the vocabulary
-    (first, failed, late, left, more), go = (each for each, _ in jobs), threading.Event()
+    requests = [
+        request(ids) for ids in ([1], [99], [1], [1], [1])
+    ]  # 99 is outside of the vocabulary
+    (first, failed, late, left, more), go = (each for each, _ in requests), threading.Event()
     first.put = lambda piece: go.wait(60)
     model = sharp(num_heads=2, dim=16, vocab_size=30)
-    with closing(Engine(model, slots=1, queue=3)) as engine:
-        engine.submit([first])
-        while engine.waiting:
+    with closing(BatchGenerator(model, slots=1, queue=3)) as generator:
+        generator.submit([first])
+        while generator.waiting:
             time.sleep(0.01)
-        engine.submit([failed, late, left])
+        generator.submit([failed, late, left])
         with pytest.raises(queue.Full, match="3 texts wait already: try again later"):
-            engine.submit([more])
+            generator.submit([more])
         late.deadline = 0.0
         left.gone.set()
         go.set()
-        for (_, tokens), error in zip(jobs[1:], (UserError, TimeoutError, ConnectionAbortedError)):
+        for (_, tokens), error in zip(
+            requests[1:], (UserError, TimeoutError, ConnectionAbortedError)
+        ):
             with pytest.raises(error):
                 tokens()
-        engine.submit([more])
-        assert len(jobs[4][1]()) == 5
-        assert (engine.running, [*engine.waiting]) == ([], [])
+        generator.submit([more])
+        assert len(requests[4][1]()) == 5
+        assert (generator.running, [*generator.waiting]) == ([], [])
     with pytest.raises(ConnectionAbortedError, match="the server ends"):
-        engine.submit([])
+        generator.submit([])
 
 
 def test_a_text_that_is_not_finite_ends_alone_and_leaves_its_slot_sound(capsys):
     model = sharp(num_heads=2, dim=16, vocab_size=31, tied=False)
     with torch.no_grad():
         model.wte.weight[30] = torch.nan  # which the tokenizer does not know, and no text draws
-    jobs = [job(ids, new) for ids, new in (([1], 9), ([30] * 12, 1), ([2], 9), ([3] * 5, 9))]
-    for each, _ in jobs:
+    requests = [
+        request(ids, new) for ids, new in (([1], 9), ([30] * 12, 1), ([2], 9), ([3] * 5, 9))
+    ]
+    for each, _ in requests:
         each.text.draw = partial(draw, temperature=0.5)  # refuses NaN
-    with closing(Engine(model, slots=2)) as engine:
-        engine.submit([each for each, _ in jobs])
+    with closing(BatchGenerator(model, slots=2)) as generator:
+        generator.submit([each for each, _ in requests])
         with pytest.raises(RuntimeError, match="nan"):
-            jobs[1][1]()
-        assert [len(jobs[i][1]()) for i in (0, 2, 3)] == [9, 9, 9]
+            requests[1][1]()
+        assert [len(requests[i][1]()) for i in (0, 2, 3)] == [9, 9, 9]
     assert "RuntimeError" in capsys.readouterr().err
 
 
@@ -137,10 +143,13 @@ def test_a_text_that_is_not_finite_ends_alone_and_leaves_its_slot_sound(capsys):
 @contextmanager
 def serving(model, exact=False, **options):
     """Serves a model in this process; yields its address."""
-    with closing(Engine(model, slots=3, exact=exact)) as engine, socket.socket() as bound:
+    with (
+        closing(BatchGenerator(model, slots=3, exact=exact)) as generator,
+        socket.socket() as bound,
+    ):
         bound.bind(("127.0.0.1", 0))
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)  # a client's, too
-        served = Server(name="tiny", engine=engine, tokenizer=ByteTokenizer(), **options)
+        served = Server(name="tiny", generator=generator, tokenizer=ByteTokenizer(), **options)
         server = uvicorn.Server(served.http())
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
@@ -304,18 +313,18 @@ def test_a_place_that_is_taken_is_named():
 
 
 def test_signals_end_the_server_in_any_moment(model, monkeypatch, capfd):
-    place, submit, replies = socket.create_server(("127.0.0.1", 0)), Engine.submit, []
+    place, submit, replies = socket.create_server(("127.0.0.1", 0)), BatchGenerator.submit, []
     found = SimpleNamespace(known_tokenizer=ByteTokenizer, build_gpt=lambda _: model, hf_files={})
     monkeypatch.setattr(serve_main, "open_model", lambda _: found)
     monkeypatch.setattr(serve_main, "listening", lambda *_: place)
 
-    def interrupted(engine, jobs):
-        with engine._changed:
-            submit(engine, jobs)
+    def interrupted(generator, requests):
+        with generator._changed:
+            submit(generator, requests)
             for _ in range(2):
                 signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Engine, "submit", interrupted)
+    monkeypatch.setattr(BatchGenerator, "submit", interrupted)
     about = f"http://127.0.0.1:{place.getsockname()[1]}", {"max_tokens": 199, "prompt": "a"}
     (client := threading.Thread(target=lambda: replies.append(asked(*about)))).start()
     with pytest.raises(KeyboardInterrupt):

@@ -15,18 +15,18 @@ from torch import Tensor
 from fastgpt.kernels import batch_invariant
 from fastgpt.model.gpt import GPT
 from fastgpt.ops.kv_cache import Cache
-from fastgpt.sampling.streaming import Continuation, Piece
+from fastgpt.sampling.streaming import GeneratedText, TextDelta
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class TextRequest:
     """A text to continue, which fits into the context."""
 
     prompt: Tensor
     """(T,) int64 on the CPU."""
-    text: Continuation
-    put: Callable[[Piece | Exception], None]
-    """Called in the engine's thread with each piece, or the error that ends it; never fails."""
+    text: GeneratedText
+    put: Callable[[TextDelta | Exception], None]
+    """Called in the generator's thread with each piece, or the error that ends it; never fails."""
     deadline: float
     """Time by `time.monotonic` at which it is ended."""
     gone: threading.Event
@@ -41,7 +41,7 @@ class Job:
         return TimeoutError("the time is over") if time.monotonic() > self.deadline else None
 
 
-class Engine:
+class BatchGenerator:
     """Continues texts in one batch, in a thread of its own.
 
     Before each step a waiting text enters a free slot, and its prompt is computed; then all texts
@@ -60,23 +60,23 @@ class Engine:
         autocast: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:  # fmt: skip
         self.model, self.slots, self.queue = model, slots, queue
-        self.running, self.waiting = list[Job](), deque[Job]()
+        self.running, self.waiting = list[TextRequest](), deque[TextRequest]()
         self._changed, self.closed = threading.Condition(), False
         self.device = next(model.parameters()).device
-        self.whole = Cache(model.config, slots, model.config.context, self.device)
+        self.cache = Cache(model.config, slots, model.config.context, self.device)
         with autocast(), torch.no_grad():  # a first token allocates the layers
-            model(torch.zeros(slots, 1, dtype=torch.int64, device=self.device), cache=self.whole)
+            model(torch.zeros(slots, 1, dtype=torch.int64, device=self.device), cache=self.cache)
         self._thread = threading.Thread(target=self._run, args=(exact, autocast), daemon=True)
         self._thread.start()
 
-    def submit(self, jobs: list[Job]) -> None:
+    def submit(self, requests: list[TextRequest]) -> None:
         """Lets texts wait for a slot; raises `queue.Full` if too many do."""
         with self._changed:
             if self.closed:
                 raise ConnectionAbortedError("the server ends")
-            if len(self.waiting) + len(jobs) > self.queue:
+            if len(self.waiting) + len(requests) > self.queue:
                 raise Full(f"{len(self.waiting)} texts wait already: try again later")
-            self.waiting.extend(jobs)
+            self.waiting.extend(requests)
             self._changed.notify()
 
     def close(self) -> None:
@@ -97,36 +97,36 @@ class Engine:
                     self._step()
                 except Exception as error:  # a bug, or no memory: other texts may do better
                     traceback.print_exc()
-                    for job in self.running:
-                        job.put(error)
+                    for request in self.running:
+                        request.put(error)
                     self.running.clear()
-        for job in (*self.running, *self.waiting):
-            job.put(ConnectionAbortedError("the server ends"))
+        for request in (*self.running, *self.waiting):
+            request.put(ConnectionAbortedError("the server ends"))
 
     def _rows(self, first: int, lengths: list[int]) -> Cache:
         """Returns the rows from `first` on, whose texts have these lengths, as a cache."""
         rows = slice(first, first + len(lengths))
         cache = Cache(self.model.config, len(lengths), self.model.config.context, self.device)
         cache.lengths, cache.used = torch.tensor(lengths, device=self.device), max(lengths)
-        cache.documents = self.whole.documents[rows]
-        for layer, kept in zip(cache.layers, self.whole.layers):
-            if kept.keys_values:
-                layer.keys_values = kept.keys_values[0][rows], kept.keys_values[1][rows]
+        cache.documents = self.cache.documents[rows]
+        for layer, full in zip(cache.layers, self.cache.layers):
+            if full.keys_values:
+                layer.keys_values = full.keys_values[0][rows], full.keys_values[1][rows]
         return cache
 
     def _step(self) -> None:
         enters = []
         with self._changed:
-            for job in (*self.waiting, *self.running):
-                if error := job.error():
-                    self._leave(job)
-                    job.put(error)
+            for request in (*self.waiting, *self.running):
+                if error := request.error():
+                    self._leave(request)
+                    request.put(error)
             if self.waiting and len(self.running) < self.slots:
                 enters = [self.waiting.popleft()]
         if enters:
             self.running += enters
-            for kept in self._kept():
-                kept[len(self.running) - 1] = 0
+            for state in self._states():
+                state[len(self.running) - 1] = 0
             tokens = enters[0].prompt[None].to(self.device)
             cache = self._rows(len(self.running) - 1, [0])
             enters[0].length = tokens.shape[1] - 1
@@ -135,35 +135,37 @@ class Engine:
         if self.running:
             # one shape on a GPU (`Cache.span`), on a CPU no more rows than needed
             idle = [0] * (0 if self.device.type == "cpu" else self.slots - len(self.running))
-            cache = self._rows(0, [job.length for job in self.running] + idle)
-            last = torch.tensor([job.text.last for job in self.running] + idle, device=self.device)
+            cache = self._rows(0, [request.length for request in self.running] + idle)
+            last = torch.tensor(
+                [request.text.last for request in self.running] + idle, device=self.device
+            )
             self._extend([*self.running], self.model(last[:, None], cache=cache))
 
-    def _extend(self, jobs: list[Job], logits: Tensor) -> None:
+    def _extend(self, requests: list[TextRequest], logits: Tensor) -> None:
         """Extends texts by a token each, from logits (B, 1, V) of as many rows or more."""
-        for job, new in zip(jobs, logits[:, -1].float().cpu()):
-            job.length += 1
+        for request, new in zip(requests, logits[:, -1].float().cpu()):
+            request.length += 1
             try:
-                found = job.text.add(new)
+                found = request.text.add(new)
             except Exception as error:  # logits that are not finite: other texts know nothing of it
                 traceback.print_exc()
                 found = error
             if isinstance(found, Exception) or found.finish:
-                self._leave(job)
-            job.put(found)
+                self._leave(request)
+            request.put(found)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, request: TextRequest) -> None:
         """Frees the place of a text; the text of the last row moves to its row."""
-        if job in self.waiting:
-            self.waiting.remove(job)
+        if request in self.waiting:
+            self.waiting.remove(request)
             return
-        row, last = self.running.index(job), self.running.pop()
-        if last is not job:
+        row, last = self.running.index(request), self.running.pop()
+        if last is not request:
             self.running[row] = last
-            for kept in self._kept():
-                kept[row] = kept[len(self.running)]
+            for state in self._states():
+                state[row] = state[len(self.running)]
 
-    def _kept(self) -> list[Tensor]:
+    def _states(self) -> list[Tensor]:
         """Returns all that is kept of the texts, each tensor with a row for a text."""
-        pairs = (layer.keys_values or () for layer in self.whole.layers)
-        return [self.whole.documents, *(kept for pair in pairs for kept in pair)]
+        pairs = (layer.keys_values or () for layer in self.cache.layers)
+        return [self.cache.documents, *(state for pair in pairs for state in pair)]
