@@ -15,7 +15,7 @@ import tyro
 
 from bench import goals, measure, peers, records, report, step, tables
 from bench.cases import Case, cases
-from bench.timing import Timer, machine_rates, roof_of
+from bench.timing import Timer, machine_rates, peaks_of
 from fastgpt import flags
 from fastgpt.device import cpu, device
 from fastgpt.errors import UserError, run_command
@@ -115,7 +115,7 @@ def print_list(todo: list[Case], on: str) -> None:
 
 def run_cases(
     bench: Bench, todo: list[Case], timer: Timer, writer: records.Writer, end: float, over: str
-) -> list[measure.Row]:
+) -> list[measure.Record]:
     """Measures and records the cases; returns all their rows.
 
     Args:
@@ -126,7 +126,7 @@ def run_cases(
     rates = machine_rates(timer, dtypes, 0.25 if bench.sizes == "tiny" else 1.0)
     writer.write("machine", {"rates": rates})
     seconds = 0.125 if bench.quick or bench.sizes == "tiny" else SECONDS[timer.on]
-    rows: list[measure.Row] = []
+    rows: list[measure.Record] = []
     before = records.state(timer.on)
     for number, case in enumerate(todo, start=1):
         start = time.perf_counter()
@@ -135,9 +135,9 @@ def run_cases(
             writer.write("missing", {**about, "reason": over})
             print(f"{number}/{len(todo)} {case.name}: {over}", flush=True)
             continue
-        roof = roof_of(rates, case.dtype)
+        peaks = peaks_of(rates, case.dtype)
         try:
-            found = [*measure.rows_of(case, timer, roof, seconds=seconds, rounds=bench.rounds)]
+            found = [*measure.records_of(case, timer, peaks, seconds=seconds, rounds=bench.rounds)]
         except Exception as error:  # keep earlier results and go on
             found = [("refused", {**about, "reason": measure.in_one_line(error)})]
         after = records.state(timer.on)
@@ -150,7 +150,7 @@ def run_cases(
     return rows
 
 
-def outcome(found: list[measure.Row]) -> str:
+def outcome(found: list[measure.Record]) -> str:
     """Describes in a few words how long the last pass of a case took, ours and the best peer's."""
     timed = [row for kind, row in found if kind == "op"]
     last = {row["implementation"]: row["device_s"]["p50"] for row in timed}  # of the last pass
@@ -165,7 +165,7 @@ def outcome(found: list[measure.Row]) -> str:
     return f"{ms}, best peer {best} {its * 1e3:.3g} ms, {its / last['ours']:.2f}x"
 
 
-def print_rows(rows: list[measure.Row]) -> None:
+def print_rows(rows: list[measure.Record]) -> None:
     """Prints the times as a table, followed by the implementations that were refused."""
     lines, before = [], None
     for row in (row for kind, row in rows if kind == "op"):
@@ -198,8 +198,8 @@ def main(argv: list[str]) -> int:
         cpu.keep_freed_memory()
     settings = {**timer.settings, "quick": bench.quick, "rounds": bench.rounds}
     writer = records.Writer(on, bench.out, **settings)
-    whole = bench.full or bench.compiled or bench.goals
-    usual = CPU_BUDGET if on == "cpu" and not whole else float("inf")
+    unlimited = bench.full or bench.compiled or bench.goals
+    usual = CPU_BUDGET if on == "cpu" and not unlimited else float("inf")
     budget = usual if bench.budget is None else bench.budget
     end, over = time.perf_counter() + budget, f"over the budget of {budget:.0f} s"
     rows = run_cases(bench, todo, timer, writer, end, over) if todo else []

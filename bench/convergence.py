@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from bench import records
-from bench.contenders import PLAIN_OPS, TINY, TRITON_OPS
+from bench.implementations import PLAIN_OPS, TINY, TRITON_OPS
 from fastgpt import flags
 from fastgpt.config.config import Config, DataConfig, OptimConfig, TrainConfig
 from fastgpt.config.model import ModelConfig

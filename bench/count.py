@@ -27,8 +27,8 @@ from unittest import mock
 
 import torch
 
-from bench import contenders, records, tables
-from bench.contenders import Workload
+from bench import implementations, records, tables
+from bench.implementations import Benchmark
 from bench.step import StepBench, base_config, with_batch
 from fastgpt import flags
 from fastgpt.config.config import Config
@@ -107,10 +107,10 @@ class CountBench:
 
 
 Work = Any
-Row = dict[str, float]
-Task = tuple[str, Workload, float, int]
+PartCounts = dict[str, float]
+Task = tuple[str, Benchmark, float, int]
 """The arguments of `count`."""
-Counts = dict[str, Row]
+Counts = dict[str, PartCounts]
 """For each part: launches, bytes read and written, floating-point operations of products."""
 
 
@@ -159,7 +159,7 @@ def fixed(value: int) -> Callable[..., int]:
 
 
 @contextmanager
-def as_in(whole: float, chunks: int, tokens: int) -> Iterator[None]:
+def as_in(step_tokens: float, chunks: int, tokens: int) -> Iterator[None]:
     """Lets our kernels divide few tokens as they would divide those of a whole step.
 
     The loss takes them in as many chunks; the backwards of norms and activation, which are as many
@@ -167,7 +167,7 @@ def as_in(whole: float, chunks: int, tokens: int) -> Iterator[None]:
     """
 
     def fewer(function: Callable[..., int]) -> Callable[..., int]:
-        return lambda *args: max(1, round(function(*args) * tokens / whole))
+        return lambda *args: max(1, round(function(*args) * tokens / step_tokens))
 
     with ExitStack() as patches:
         # a Mock would keep the tensors of all calls, and so allocate in each step
@@ -177,12 +177,12 @@ def as_in(whole: float, chunks: int, tokens: int) -> Iterator[None]:
         yield
 
 
-def count(name: str, workload: Workload, whole: float, chunks: int) -> dict[str, Any]:
+def count(name: str, benchmark: Benchmark, step_tokens: float, chunks: int) -> dict[str, Any]:
     """Counts one step of a trainer on the simulated GPU.
 
     Args:
-        name: a key of `bench.contenders.CONTENDERS`.
-        workload: a small one.
+        name: a key of `bench.implementations.IMPLEMENTATIONS`.
+        benchmark: a small one.
         whole: tokens of the whole step that it stands for.
         chunks: number of chunks in which our loss takes them.
 
@@ -191,10 +191,10 @@ def count(name: str, workload: Workload, whole: float, chunks: int) -> dict[str,
     """
     import simgpu
 
-    model = workload.config.model
-    tokens = workload.tokens
-    with as_in(whole, chunks, tokens):
-        step, facts = contenders.CONTENDERS[name](workload)
+    model = benchmark.config.model
+    tokens = benchmark.tokens
+    with as_in(step_tokens, chunks, tokens):
+        step, facts = implementations.IMPLEMENTATIONS[name](benchmark)
         for _ in range(UNTRACED):
             step()
         torch.cuda.synchronize()
@@ -218,7 +218,9 @@ def layers_of(name: str) -> tuple[int, int]:
     return (2, 4) if name == "nanochat" or name.startswith("fastgpt") else (1, 2)
 
 
-def whole(corners: dict[tuple[int, int], Row], layers: int, batch: float) -> Row:
+def extrapolated(
+    corners: dict[tuple[int, int], PartCounts], layers: int, batch: float
+) -> PartCounts:
     """Returns f(L, N) for a whole step, from the counts at four corners of (layers, batch).
 
     Args:
@@ -260,14 +262,14 @@ def predicted(
     """Returns the counts of a whole step, by part."""
     along = batch * context / TOKENS
     parts = {
-        part: whole({at: it["parts"][part] for at, it in found.items()}, layers, along)
+        part: extrapolated({at: it["parts"][part] for at, it in found.items()}, layers, along)
         for part in PARTS
     }
     parts["attention"]["flops"] = attention_flops(layers, batch, context, dim)
     return parts
 
 
-def total(counts: Counts) -> Row:
+def total(counts: Counts) -> PartCounts:
     return {key: sum(row[key] for row in counts.values()) for key in FIELDS}
 
 
@@ -306,7 +308,7 @@ NANOCHAT = (
 )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: PartCounts) -> tuple[str, ...]:
     moved = (row["read"] + row["written"]) / 1e9
     return f"{row['launches']:.0f}", f"{moved:.2f}", f"{row['flops'] / 1e12:.2f}"
 
@@ -355,14 +357,14 @@ def _count(task: Task) -> dict[str, Any]:
     return count(*task)
 
 
-def small(workload: Workload, layers: int, batch: int) -> Workload:
-    """Returns the workload at a size that a simulated GPU can run."""
-    model = replace(workload.config.model, num_layers=layers, context=TOKENS)
-    config = replace(workload.config, model=model)
-    return with_batch(replace(workload, config=config), batch)
+def small(benchmark: Benchmark, layers: int, batch: int) -> Benchmark:
+    """Returns the benchmark at a size that a simulated GPU can run."""
+    model = replace(benchmark.config.model, num_layers=layers, context=TOKENS)
+    config = replace(benchmark.config, model=model)
+    return with_batch(replace(benchmark, config=config), batch)
 
 
-def measure(tasks: Iterable[Task], processes: int) -> Iterable[dict[str, Any]]:
+def count_all(tasks: Iterable[Task], processes: int) -> Iterable[dict[str, Any]]:
     """Counts each task in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
         yield from pool.imap(_count, tasks)
@@ -371,7 +373,7 @@ def measure(tasks: Iterable[Task], processes: int) -> Iterable[dict[str, Any]]:
 SETTINGS = ("recipe", "batch", "context")
 
 
-def kept(bench: CountBench) -> dict[str, Any]:
+def recorded_trainers(bench: CountBench) -> dict[str, Any]:
     """Returns the trainers of the record, which must be of the same step.
 
     Raises:
@@ -393,12 +395,12 @@ def run(bench: CountBench, say: Callable[[str], None] = print) -> Path:
         )
     added = [name for name in ("nanogpt", "nanochat") if getattr(bench, name) is not None]
     names = (*bench.trainers, *added)
-    if unknown := [name for name in names if name not in contenders.CONTENDERS]:
-        raise unknown_name("trainer", unknown[0], contenders.CONTENDERS)
+    if unknown := [name for name in names if name not in implementations.IMPLEMENTATIONS]:
+        raise unknown_name("trainer", unknown[0], implementations.IMPLEMENTATIONS)
     text = bench.out.with_suffix(".txt")
     try:
         config = base_config(StepBench(recipe=bench.recipe, context=bench.context), "cuda", text)
-        workload = Workload(
+        benchmark = Benchmark(
             config=config,
             on="cuda",
             precision="bf16",
@@ -411,12 +413,14 @@ def run(bench: CountBench, say: Callable[[str], None] = print) -> Path:
             name: [(layers, batch) for layers in layers_of(name) for batch in BATCHES]
             for name in names
         }
-        whole = bench.batch * bench.context
+        step_tokens = bench.batch * bench.context
         tasks = [
-            (name, small(workload, *at), whole, parts) for name in names for at in corners[name]
+            (name, small(benchmark, *at), step_tokens, parts)
+            for name in names
+            for at in corners[name]
         ]
-        found = iter(measure(tasks, bench.processes))
-        trainers = kept(bench) if bench.add else {}
+        found = iter(count_all(tasks, bench.processes))
+        trainers = recorded_trainers(bench) if bench.add else {}
         for name in names:
             of = {at: next(found) for at in corners[name]}
             size = (config.model.num_layers, bench.batch, bench.context, config.model.dim)

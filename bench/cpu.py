@@ -52,7 +52,7 @@ before it, and `end` the last one's writing, the plot and the end of the process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Account:
+class CpuBreakdown:
     """Accounts for the time of training steps and whole runs on a CPU, beside other trainers."""
 
     nanogpt: Path | None = None
@@ -81,16 +81,16 @@ class Account:
             raise unknown_name("recipe", unknown[0], RECIPES)
 
 
-def step_bench(account: Account, recipe: str) -> step.StepBench:
+def step_bench(breakdown: CpuBreakdown, recipe: str) -> step.StepBench:
     """Returns the benchmark of one recipe's step, beside the peers that were given."""
     narrow = device.pick_precision("auto", "cpu") != "fp32"
-    names = ["fastgpt", *["fastgpt fp32"] * narrow, "eager", *["compiled"] * account.compiled]
-    names += ["nanogpt", *["nanogpt fp32"] * narrow] if account.nanogpt else []
-    names += ["nanochat"] if account.nanochat else []
+    names = ["fastgpt", *["fastgpt fp32"] * narrow, "eager", *["compiled"] * breakdown.compiled]
+    names += ["nanogpt", *["nanogpt fp32"] * narrow] if breakdown.nanogpt else []
+    names += ["nanochat"] if breakdown.nanochat else []
     asked = step.StepBench(
-        recipe=recipe, rounds=account.rounds, device="cpu", contenders=tuple(names),
-        nanogpt=account.nanogpt, nanochat=account.nanochat,
-        llmc=account.llmc if recipe == "gpt2-124m" else None,
+        recipe=recipe, rounds=breakdown.rounds, device="cpu", implementations=tuple(names),
+        nanogpt=breakdown.nanogpt, nanochat=breakdown.nanochat,
+        llmc=breakdown.llmc if recipe == "gpt2-124m" else None,
     )  # fmt: skip
     return replace(asked, **STEPS[recipe])
 
@@ -163,7 +163,7 @@ def page(rows: list[Row]) -> str:
 
 
 def beside_most(steps: list[Row]) -> list[Row]:
-    """Returns the rows of each case of the run with the most contenders, the newest of several."""
+    """Returns the rows of each case of the run with the most implementations, the newest first."""
     found: list[Row] = []
     for rows in tables.grouped(steps, "case"):
         found += max(tables.grouped(rows, "run"), key=lambda group: (len(group), group[0]["run"]))
@@ -179,13 +179,13 @@ def text() -> str:
 
 
 def main(argv: list[str]) -> None:
-    account = flags.parse(Account, argv, prog="python -m bench.cpu")
-    rows = [run_process(recipe) for recipe in account.processes]
+    breakdown = flags.parse(CpuBreakdown, argv, prog="python -m bench.cpu")
+    rows = [run_process(recipe) for recipe in breakdown.processes]
     records.show(PROCESS, map(process_cells, rows))
     print(records.Writer("cpu").write("process", *rows))
-    for recipe in account.recipes:
-        step.run(step_bench(account, recipe))
-    if account.publish:
+    for recipe in breakdown.recipes:
+        step.run(step_bench(breakdown, recipe))
+    if breakdown.publish:
         records.publish()
         PAGE.write_text(text(), encoding="utf-8")
         print(PAGE)

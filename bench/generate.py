@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from bench import records, tables
-from bench.contenders import expect_gpt2
+from bench.implementations import expect_gpt2
 from bench.timing import Timed, Timer, quantiles
 from bench.trainers import nanogpt_module
 from fastgpt import flags
@@ -32,7 +32,7 @@ from fastgpt.ops.tables import select
 
 VOCABULARY = 65
 """Tiny shakespeare's vocabulary, for recipes that take theirs from the text."""
-ROWS = 4
+PROMPTS = 4
 """Number of prompts in the cases with several."""
 Generates = Callable[[list[Tensor]], Any]
 """Function that continues prompts, (T,) each, in one batch."""
@@ -49,12 +49,12 @@ class GenerateBench:
     tokens: int = 128
     """Number of new tokens."""
     rounds: int = 5
-    """Number of timed rounds; every contender has a turn in each."""
+    """Number of timed rounds; every implementation has a turn in each."""
     nanogpt: Path | None = None
     """Path of a nanoGPT checkout, whose model.py is imported."""
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt", ROWS), ("tokens", 1), ("rounds", 2)):
+        for name, least in (("prompt", PROMPTS), ("tokens", 1), ("rounds", 2)):
             if getattr(self, name) < least:
                 raise UserError(f"--{name} is {getattr(self, name)}: expected {least} or more")
 
@@ -110,8 +110,8 @@ def nanogpt(config: ModelConfig, tokens: int, checkout: Path) -> Generates:
     return lambda prompts: model.generate(torch.stack(prompts), tokens, top_k=1)
 
 
-def measure(bench: GenerateBench) -> list[dict[str, Any]]:
-    """Returns a row for each case and contender, with the seconds of all tokens."""
+def time_generation(bench: GenerateBench) -> list[dict[str, Any]]:
+    """Returns a row for each case and implementation, with the seconds of all tokens."""
     config = RECIPES[bench.recipe][1].model
     vocab = config.vocab_size or VOCABULARY
     config = replace(config, vocab_size=vocab, dropout=0.0)
@@ -132,18 +132,18 @@ def measure(bench: GenerateBench) -> list[dict[str, Any]]:
     single = dict(cached)
     if bench.nanogpt is not None:
         single["nanogpt"] = nanogpt(config, bench.tokens, bench.nanogpt)
-    longest = [torch.randint(vocab, (bench.prompt,)) for _ in range(ROWS)]
-    shorter = [prompt[: bench.prompt * (i + 1) // ROWS] for i, prompt in enumerate(longest)]
+    longest = [torch.randint(vocab, (bench.prompt,)) for _ in range(PROMPTS)]
+    shorter = [prompt[: bench.prompt * (i + 1) // PROMPTS] for i, prompt in enumerate(longest)]
     cases = {
         "1 prompt": (single, longest[:1]),
-        f"{ROWS} prompts": (cached, longest),
-        f"{ROWS} unequal prompts": (cached, shorter),
+        f"{PROMPTS} prompts": (cached, longest),
+        f"{PROMPTS} unequal prompts": (cached, shorter),
     }
     rows = []
-    for name, (contenders, prompts) in cases.items():
+    for name, (implementations, prompts) in cases.items():
         rivals = {
             who: Timed(call, prepare=lambda given=prompts: given)
-            for who, call in contenders.items()
+            for who, call in implementations.items()
         }
         about = {
             "case": f"generate/{bench.recipe}/{name}",
@@ -151,7 +151,7 @@ def measure(bench: GenerateBench) -> list[dict[str, Any]]:
             "tokens": bench.tokens,
         }
         with torch.no_grad():
-            samples = Timer("cpu").turns(rivals, seconds=0, rounds=bench.rounds)
+            samples = Timer("cpu").interleave(rivals, seconds=0, rounds=bench.rounds)
         rows += [
             {**about, "implementation": who, "seconds": quantiles(found.device)}
             for who, found in samples.items()
@@ -163,7 +163,7 @@ def main(argv: list[str]) -> None:
     bench = flags.parse(GenerateBench, argv, prog="python -m bench.generate")
     if bench.recipe not in RECIPES:
         raise unknown_name("recipe", bench.recipe, RECIPES)
-    rows = measure(bench)
+    rows = time_generation(bench)
     records.show(tables.GENERATE, map(tables.generate_cells, rows))
     print(records.Writer("cpu").write("generate", *rows))
 

@@ -30,18 +30,18 @@ class Goal:
     device: str
     peer: str
     kind: str
-    wanted: float
+    target: float
     stretch: float | None
 
     @property
     def text(self) -> str:
         bound = "at most" if self.kind in AT_MOST else "at least"
         form = {**AT_MOST, **AT_LEAST}[self.kind]
-        return f"{bound} {form.format(self.wanted, peer=self.peer)}"
+        return f"{bound} {form.format(self.target, peer=self.peer)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GoalResult:
     """The measured figure of a goal, or None and the reason why there is none."""
 
     value: float | None
@@ -62,8 +62,8 @@ def read(path: Path = GOALS) -> list[Goal]:
         if len(kinds) != 1:
             raise ValueError(f"{path}: expected one kind of goal, got {kinds} in {table}")
         which, device, peer = (table.get(key, "") for key in ("pass", "device", "peer"))
-        wanted, stretch = table[kinds[0]], table.get("stretch")
-        goals.append(Goal(table["case"], which, device, peer, kinds[0], wanted, stretch))
+        target, stretch = table[kinds[0]], table.get("stretch")
+        goals.append(Goal(table["case"], which, device, peer, kinds[0], target, stretch))
     return goals
 
 
@@ -71,18 +71,18 @@ def seconds(row: dict[str, Any]) -> float:
     return row["seconds" if row["kind"] == "step" else "device_s"]["p50"]
 
 
-def judge(goal: Goal, rows: Rows) -> Verdict:
+def check_goal(goal: Goal, rows: Rows) -> GoalResult:
     """Returns whether a benchmark run meets a goal, given the rows that the run recorded."""
     rows = [r for r in rows if r["case"] == goal.case and r.get("pass", "") == goal.which]
     best = min((r for r in rows if is_ours(r)), key=seconds, default=None)
     peer = next((r for r in rows if r["implementation"] == goal.peer), None)
     if best and goal.peer and peer is None:
-        return Verdict(None, 0.0, f"{goal.peer} cannot run here")
+        return GoalResult(None, 0.0, f"{goal.peer} cannot run here")
     value = _value(goal.kind, best, peer) if best else None
     if value is None:
-        return Verdict(None, 0.0, "not measured")
-    ratio = goal.wanted / value if goal.kind in AT_MOST else value / goal.wanted
-    return Verdict(value, ratio - 1)
+        return GoalResult(None, 0.0, "not measured")
+    ratio = goal.target / value if goal.kind in AT_MOST else value / goal.target
+    return GoalResult(value, ratio - 1)
 
 
 def is_ours(row: dict[str, Any]) -> bool:

@@ -60,7 +60,7 @@ class Stage:
 
 STEP = (
     "-m bench.step --out {out} --parallel-start --explain --trace --rounds 6 {nanogpt}"
-    " --batch %d --contenders {peer} 'fastgpt triton'"
+    " --batch %d --implementations {peer} 'fastgpt triton'"
 )
 TESTS = "-m bench.gpu _tests {out} -rfE --tb=short -m 'gpu and not slow' --dist loadgroup -n 8"
 LATER = "fp16 or fp32 or thousand or large"
@@ -356,7 +356,7 @@ def run(args: argparse.Namespace, log: TextIO) -> int:
     return int(any(status != 0 for status in ended.values()))
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
         description=__doc__,
@@ -382,7 +382,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     if argv and argv[0] in PROGRAMS:
         return PROGRAMS[argv[0]](Path(argv[1]), *argv[2:])
-    args = parse(argv)
+    args = parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda which, _: sys.exit(128 + which))

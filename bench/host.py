@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Op, Op, list[tuple[int, ...]]]] = {
 }
 
 
-def measure(host: Host) -> list[dict]:
+def time_host(host: Host) -> list[dict]:
     rows, timer = [], Timer("cpu")
     for name, (ours, peer, shapes) in CASES.items():
         for which in ("fwd", "both"):
@@ -74,8 +74,8 @@ def measure(host: Host) -> list[dict]:
                         took, _ = timer.sample(timed, host.calls)
                     times[way] += [took] if turn else []
             rows += [
-                {"op": name, "pass": which, "implementation": way, "seconds": quantiles(taken)}
-                for way, taken in times.items()
+                {"op": name, "pass": which, "implementation": way, "seconds": quantiles(seconds)}
+                for way, seconds in times.items()
             ]
     return rows
 
@@ -87,7 +87,7 @@ def _call(op: Op, inputs: list[Tensor], which: str, _: None) -> None:
 
 
 def main(argv: list[str]) -> None:
-    rows = measure(flags.parse(Host, argv, prog="python -m bench.host"))
+    rows = time_host(flags.parse(Host, argv, prog="python -m bench.host"))
     lines = []
     for row in rows:
         figures = " ".join(f"{1e6 * row['seconds'][p]:.1f}" for p in ("p20", "p50", "p80"))

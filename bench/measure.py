@@ -23,19 +23,19 @@ from fastgpt.kernels.parity import complaints, errors, outputs_and_gradients
 
 LENIENT = 0.02
 """Largest relative L2 error of a peer that is timed; FlashAttention in bf16 has about 0.005."""
-Row = tuple[str, dict[str, Any]]
+Record = tuple[str, dict[str, Any]]
 """Kind of a record (`op`, `missing`, `refused`), and its fields."""
 
 
 @dataclass(frozen=True, slots=True)
-class Right:
+class Passed:
     """An implementation with correct results, which may be timed."""
 
     call: Callable[..., Any]
     inexact: str = ""
 
 
-class Judge:
+class Checker:
     """Checks whether the results of a case's implementations are correct.
 
     It computes the truth and PyTorch's own error once. The reference runs in fp64, or in fp32 on
@@ -94,16 +94,16 @@ class Judge:
         terms = self.spec.terms(self.spec.probed(self.case.shape))
         return complaints(got, self.eager, self.truth, self.dtype, terms), worst
 
-    def admit(self, name: str, call: Callable[..., Any]) -> Right | str:
+    def check(self, name: str, call: Callable[..., Any]) -> Passed | str:
         """Returns the implementation if it may be timed, else why it may not."""
         try:
             wrong, worst = self.complaints(call)
         except Exception as error:  # the others still run
             return in_one_line(error)
         if not wrong:
-            return Right(call)
+            return Passed(call)
         if name != "ours" and worst <= LENIENT:
-            return Right(call, f"{wrong[0]}; relative L2 error {worst:.1e}")
+            return Passed(call, f"{wrong[0]}; relative L2 error {worst:.1e}")
         return f"wrong: {wrong[0]}"
 
 
@@ -141,8 +141,8 @@ def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs)
 
     def backward(state: tuple[Inputs, tuple[Tensor, ...]]) -> Any:
         arguments, outputs = state  # of this call: several may be prepared before the first runs
-        wanted = [x for x in arguments.values() if x.requires_grad]
-        return torch.autograd.grad(outputs, wanted, upstream)
+        leaves = [x for x in arguments.values() if x.requires_grad]
+        return torch.autograd.grad(outputs, leaves, upstream)
 
     if which == "fwd":
         return Timed(forward, fresh)
@@ -192,24 +192,24 @@ def _memory_here(name: str, implementation: str) -> dict[str, int]:
 # --- a case ---------------------------------------------------------------------------------------
 
 
-def rows_of(
+def records_of(
     case: Case,
     timer: Timer,
-    roof: dict[str, float],
+    peaks: dict[str, float],
     *,
     seconds: float,
     rounds: int | None = None,
-) -> Iterator[Row]:
+) -> Iterator[Record]:
     """Measures a case and yields rows of kind `op`, `missing` and `refused`.
 
     Args:
-        roof: `matmul` and `copy` rates, see `bench.timing`.
+        peaks: `matmul` and `copy` rates, see `bench.timing`.
         seconds: time for each pass, all implementations together.
         rounds: number of rounds instead.
     """
     torch.compiler.reset()  # all cases compile the same code; together they pass a limit
     about = {"case": case.name, "op": case.spec.name, "shape": case.shape, "dtype": case.dtype}
-    judge, admitted = Judge(case, timer.on), {}
+    checker, passed = Checker(case, timer.on), {}
     for name, maker in case.implementations.items():
         try:
             call = maker(timer.on)
@@ -219,43 +219,43 @@ def rows_of(
         except Exception as error:  # a broken installation may raise anything
             yield "refused", {**about, "implementation": name, "reason": in_one_line(error)}
             continue
-        verdict = judge.admit(name, call)
-        if isinstance(verdict, Right):
-            admitted[name] = verdict
+        result = checker.check(name, call)
+        if isinstance(result, Passed):
+            passed[name] = result
         else:
-            yield "refused", {**about, "implementation": name, "reason": verdict}
-    del judge
+            yield "refused", {**about, "implementation": name, "reason": result}
+    del checker
     inputs = case.inputs(timer.on)
-    memory = _memory(case, timer.on, admitted)
+    memory = _memory(case, timer.on, passed)
     for which in case.passes:
-        rivals = {n: timed_pass(case, right.call, which, inputs) for n, right in admitted.items()}
-        samples = timer.turns(rivals, seconds=seconds, rounds=rounds)
-        for name, taken in samples.items():
-            row = figures(case, which, quantiles(taken.device), roof)
+        rivals = {n: timed_pass(case, ok.call, which, inputs) for n, ok in passed.items()}
+        samples = timer.interleave(rivals, seconds=seconds, rounds=rounds)
+        for name, timing in samples.items():
+            row = figures(case, which, quantiles(timing.device), peaks)
             if timer.on == "cuda":
                 row["peak_bytes"] = peak_bytes(rivals[name])
             elif which == "both":
                 row |= memory.get(name, {})
-            host = quantiles(taken.host)
-            inexact = {"inexact": admitted[name].inexact} if admitted[name].inexact else {}
+            host = quantiles(timing.host)
+            inexact = {"inexact": passed[name].inexact} if passed[name].inexact else {}
             yield (
                 "op",
                 {**about, "pass": which, "implementation": name, **row, "host_s": host, **inexact},
             )
 
 
-def _memory(case: Case, on: str, admitted: dict[str, Right]) -> dict[str, dict[str, int]]:
+def _memory(case: Case, on: str, passed: dict[str, Passed]) -> dict[str, dict[str, int]]:
     if on == "cuda" or case.label not in case.spec.sizes.get(f"{on}-full", {}):
         return {}
-    return {name: memory_on_cpu(case.name, name) for name in admitted}
+    return {name: memory_on_cpu(case.name, name) for name in passed}
 
 
 def figures(
-    case: Case, which: str, seconds: dict[str, float], roof: dict[str, float]
+    case: Case, which: str, seconds: dict[str, float], peaks: dict[str, float]
 ) -> dict[str, Any]:
     """Computes an implementation's FLOP/s and bytes/s, and its share of the machine's limit."""
     flops, size = case.work()[which]
-    least, bound = limit(flops, size, roof)
+    least, bound = limit(flops, size, peaks)
     p50 = seconds["p50"]
     return {
         "device_s": seconds,
@@ -266,5 +266,5 @@ def figures(
         "bound": bound,
         "limit_s": least,
         "share": least / p50,
-        "roof": roof,
+        "roof": peaks,
     }

@@ -68,22 +68,22 @@ class LiveBytes(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class MemoryUse:
     """Bytes of the weights, of the tensors that the forward saves, and of the peak."""
 
     weights: int
-    kept: int
+    saved: int
     peak: int
 
 
-def account(
+def memory_use(
     config: ModelConfig,
     batch: int,
     loss: str,
     dtype: torch.dtype = torch.float32,
     *,
     recompute: Recompute = "none",
-) -> Account:
+) -> MemoryUse:
     """Runs one step of `batch` full sequences.
 
     Args:
@@ -107,9 +107,9 @@ def account(
         tokens = torch.zeros(batch, config.context, dtype=torch.int64)
         with torch.autocast("cpu", torch.bfloat16):
             result = model(tokens, tokens)
-        kept = live.now - weights
+        saved = live.now - weights
         result.backward()
-        return Account(weights, kept, live.peak)
+        return MemoryUse(weights, saved, live.peak)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,8 +132,8 @@ def main(argv: list[str]) -> None:
     config = replace(config, vocab_size=config.vocab_size or 256)  # bytes
     lines = []
     for loss in ("torch", "chunked"):
-        found = account(config, asked.batch, loss)
-        figures = (found.weights, found.kept, found.peak)
+        found = memory_use(config, asked.batch, loss)
+        figures = (found.weights, found.saved, found.peak)
         lines.append((loss, *(f"{n / 2**30:.3f}" for n in figures)))
     records.show("loss|weights, GiB|kept for the backward|peak", lines)
 

@@ -50,12 +50,12 @@ def matrices(recipe: str) -> list[nn.Parameter]:
     return found
 
 
-def measure(recipe: str, rounds: int) -> list[dict]:
+def time_steps(recipe: str, rounds: int) -> list[dict]:
     """Returns a row for each of the two, with the seconds of a step."""
     ours, peers = Muon(matrices(recipe), World()), torch.optim.Muon(matrices(recipe))
     rivals = {name: Timed(lambda _, step=x.step: step()) for name, x in
               (("ours", ours), ("pytorch", peers))}  # fmt: skip
-    samples = Timer("cpu").turns(rivals, seconds=0, rounds=rounds)
+    samples = Timer("cpu").interleave(rivals, seconds=0, rounds=rounds)
     about = {"case": f"muon/{recipe}", "rounds": rounds}
     return [
         {**about, "implementation": name, "seconds": quantiles(found.device)}
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     asked = flags.parse(MuonBench, argv, prog="python -m bench.muon")
     if asked.recipe not in RECIPES:
         raise unknown_name("recipe", asked.recipe, RECIPES)
-    rows = measure(asked.recipe, asked.rounds)
+    rows = time_steps(asked.recipe, asked.rounds)
     lines = []
     for row in rows:
         figures = " ".join(f"{1e3 * row['seconds'][p]:.2f}" for p in ("p20", "p50", "p80"))

@@ -156,7 +156,7 @@ def _of_ops(events: Sequence[Any]) -> dict[str, float]:
 
 
 def limits(
-    config: ModelConfig, tokens: int, size: int, roof: dict[str, float], *, muon: bool = False
+    config: ModelConfig, tokens: int, size: int, peaks: dict[str, float], *, muon: bool = False
 ) -> dict[str, float]:
     """Computes the shortest time in milliseconds that each part of a step can take on this machine.
 
@@ -168,7 +168,7 @@ def limits(
     Args:
         tokens: number of tokens in a step.
         size: bytes of an activation.
-        roof: rates, `matmul` and `copy`.
+        peaks: rates, `matmul` and `copy`.
         muon: the blocks' matrices are updated by Muon, in 5 iterations.
     """
     C, V, T = config.dim, config.padded_vocab, config.context
@@ -181,16 +181,16 @@ def limits(
     iterated = 5 * config.num_layers * sum(2 * m * m * (2 * n + m) for m, n in pairs)
     weights = config.num_layers * block + V * C
     one = {"B": tokens // T, "T": T, "H": config.num_heads, "D": config.head_dim}
-    attention = limit(*SPECS["attention"].work(one, size)["both"], roof)[0] * config.num_layers
+    attention = limit(*SPECS["attention"].work(one, size)["both"], peaks)[0] * config.num_layers
     rows = {"M": tokens, "N": C}
     norm_bytes = 2 * config.num_layers * SPECS["add_layer_norm"].work(rows, size)["both"][1]
     norm_bytes += SPECS["layer_norm"].work(rows, size)["both"][1]
     seconds = {
-        "GEMM": 6 * weights * tokens / roof["matmul"],
+        "GEMM": 6 * weights * tokens / peaks["matmul"],
         "attention": attention,
-        "norm": norm_bytes / roof["copy"],
-        "loss": 2 * tokens * V * size / roof["copy"],
-        "optimizer": 28 * (weights + T * C) / roof["copy"] + iterated / roof["matmul"],
+        "norm": norm_bytes / peaks["copy"],
+        "loss": 2 * tokens * V * size / peaks["copy"],
+        "optimizer": 28 * (weights + T * C) / peaks["copy"] + iterated / peaks["matmul"],
     }
     return {part: 1e3 * seconds.get(part, 0.0) for part in PARTS}
 
@@ -206,7 +206,7 @@ GROUPS = (
 
 
 def beside_counts(
-    spent: dict[str, float], counts: dict[str, dict[str, float]], roof: dict[str, float]
+    spent: dict[str, float], counts: dict[str, dict[str, float]], peaks: dict[str, float]
 ) -> list[str]:
     """Describes the measured time of a step's parts beside what `bench.count` foretells.
 
@@ -218,7 +218,7 @@ def beside_counts(
         rows = [counts[part] for part in counted]
         moved = [row["read"] + row["written"] for row in rows]
         least = sum(
-            max(row["flops"] / roof["matmul"], size / roof["copy"])
+            max(row["flops"] / peaks["matmul"], size / peaks["copy"])
             for row, size in zip(rows, moved, strict=True)
         )
         launches = sum(row["launches"] for row in rows)

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure  # without pyplot: no display is looked for
 
-Row = dict[str, Any]
+from bench.tables import Row
 
 
 def _save(figure: Figure, folder: Path, name: str, title: str) -> str:
@@ -31,7 +31,7 @@ def roofline(rows: list[Row], folder: Path, slug: str) -> str:
         marker = "o" if who == "ours" else "x"
         left.plot(intensity, [row["tflops"] for row in mine], marker, label=who)
     if products:
-        _draw_roofs(left, products)
+        _draw_peaks(left, products)
         left.legend(fontsize=7)
     left.set(xscale="log", yscale="log")
     _tidy(left, xlabel="FLOPs a byte", ylabel="TFLOP/s", title="products")
@@ -55,7 +55,7 @@ def _apart(row: Row) -> bool:
     return (row["pass"] == "both") == row["op"].endswith("cross_entropy")
 
 
-def _draw_roofs(axes: Any, rows: list[Row]) -> None:
+def _draw_peaks(axes: Any, rows: list[Row]) -> None:
     """Draws the roofline: the highest FLOP/s that bandwidth and matrix products allow."""
     intensity = [row["flops"] / row["bytes"] for row in rows]
     low, high = min(intensity) / 2, max(intensity) * 2

@@ -39,14 +39,16 @@ def baseline(name: str) -> Path:
     return cache_dir() / "regress" / f"{records.slug(name)}.json"
 
 
-def measure(on: str, only: str) -> dict[str, float]:
+def time_ops(on: str, only: str) -> dict[str, float]:
     """Returns the milliseconds of the fastest round of each case."""
     timer, found = Timer(on), {}
     for case in cases(on, quick=True):
         if only not in case.name:
             continue
         timed = timed_pass(case, case.implementations["ours"](on), "both", case.inputs(on))
-        found[case.name] = 1e3 * min(timer.turns({"": timed}, seconds=0, rounds=ROUNDS)[""].device)
+        found[case.name] = 1e3 * min(
+            timer.interleave({"": timed}, seconds=0, rounds=ROUNDS)[""].device
+        )
     if not found:
         raise UserError(f"--only {only}: no case has a name with it; python -m bench --list")
     return found
@@ -57,7 +59,7 @@ def main(argv: list[str]) -> int:
     on = device.pick_device("auto", "--device", ("cuda", "cpu"))
     path = baseline(records.described(on)["device"])
     before = json.loads(path.read_text()) if path.exists() and not asked.save else {}
-    found = measure(on, asked.only)
+    found = time_ops(on, asked.only)
     ratios = {name: ms / before[name] for name, ms in found.items() if name in before}
     records.show("case|fastest ms|time / baseline's", [
         (name, f"{ms:.4g}", f"{ratios[name]:.2f}" if name in ratios else "-")

@@ -123,7 +123,7 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
     slug = records.slug(device)
     on = rows[0]["on"]
     # goals without a device are for CPUs; those for GPUs name theirs
-    wanted = [g for g in goals.read() if g.device in slug and (g.device or on == "cpu")]
+    targets = [g for g in goals.read() if g.device in slug and (g.device or on == "cpu")]
     versions = next((row["versions"] for row in reversed(rows)), {})
     said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     text = f"\n## {device}\n\nNewest record: {said}; driver {rows[-1].get('driver') or 'none'}.\n"
@@ -134,10 +134,10 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
         rates = ", ".join(f"{n} {machine[-1]['rates'][n] / 1e9:,.0f} {u}" for n, u in units.items())
         text += f"Measured limits of the machine: {rates} ({tables.link(machine[-1])}).\n"
     text += f"\n{summary(ops, steps)}"
-    if wanted:
-        text += "\n### Goals\n\n" + tables.goal_table([*ops, *steps], wanted)
+    if targets:
+        text += "\n### Goals\n\n" + tables.goal_table([*ops, *steps], targets)
     if steps:
-        text += "\n### Training step\n\n" + tables.step_table(steps, wanted)
+        text += "\n### Training step\n\n" + tables.step_table(steps, targets)
         text += f"\nMFU: {steps[-1]['mfu_convention']}. Milliseconds by part (limit / time):\n\n"
         text += tables.parts_table(steps) + plots.of_steps(steps, folder, slug)
     if ops:
@@ -148,7 +148,7 @@ def section(device: str, rows: list[Row], folder: Path) -> str:
         for group in tables.grouped(ops, "op"):
             names.append(group[0]["op"])
             mine = [{**row, "link": os.path.relpath(row["path"], folder)} for row in group]
-            content += f"\n## {names[-1]}\n\n{tables.op_table(mine, wanted)}"
+            content += f"\n## {names[-1]}\n\n{tables.op_table(mine, targets)}"
         page.write_text(content, encoding="utf-8")
         links = (f"[{op}](benchmarks/{page.name}#{op})" for op in names)
         text += f"\n### Ops\n\nEvery case and pass of {', '.join(links)}.\n"

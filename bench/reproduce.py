@@ -182,8 +182,8 @@ def on_record(
     config: Config, rows: list[dict[str, Any]], device: str = ""
 ) -> dict[str, Any] | None:
     """Finds the newest of the runs with these settings, on a device if one is given."""
-    wanted = _anywhere(config)
-    same = (row for row in rows if row["means"] == wanted and device in ("", row["device"]))
+    expected = _anywhere(config)
+    same = (row for row in rows if row["means"] == expected and device in ("", row["device"]))
     return max(same, key=lambda row: row["run"], default=None)  # a run's name begins with its time
 
 

@@ -59,7 +59,7 @@ class Save:
             raise UserError(f"--rounds is {self.rounds}: expected 1 or more")
 
 
-def measure(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
+def time_saves(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
     """Saves several times, and reads an earlier checkpoint in `path` before, if there is one."""
     exists, ranks = path.exists(), int(os.environ.get("WORLD_SIZE", 1))
     batch = RECIPES[asked.recipe][1].model.context * ranks
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> None:
         path = start.broadcast_object(Path(folder)) / "run"
         if asked.keep is not None:
             path = asked.folder / asked.keep
-        world, rows = measure(asked, path.absolute())
+        world, rows = time_saves(asked, path.absolute())
         world.barrier()
     if not world.is_main:
         return

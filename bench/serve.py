@@ -78,15 +78,15 @@ async def streams(clients: int, seconds: float) -> float:
     return round(answers * BODY["max_tokens"] / (time.monotonic() - start), 1)
 
 
-async def measure(bench: ServeBench, pid: int) -> None:
+async def time_serving(bench: ServeBench, pid: int) -> None:
     """Prints what is measured; raises `UserError` where the server fails."""
     for clients in (16, 1, 16, *[50] * 6):  # the first ones warm it up
         speed = await streams(clients, bench.seconds / 6)
         megabytes = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 >> 20
         print_text(f"{clients} at once: {speed} tokens a second, {megabytes} MB of memory")
-    whole, refused = json.dumps(BODY).encode(), set()
+    body, refused = json.dumps(BODY).encode(), set()
     bad = [BODY | {name: value} for name, values in BAD.items() for value in values]
-    bad += [whole[:size] for size in range(len(whole))]
+    bad += [body[:size] for size in range(len(body))]
     for number in range(bench.malformed):
         refused.add((await ask(bad[number % len(bad)]))[0])
     for number in range(bench.malformed // 5):
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> None:
             next(iter(server.stderr or ()))  # it tells where it listens just before it does
             time.sleep(1)
             try:
-                asyncio.run(measure(bench, server.pid))
+                asyncio.run(time_serving(bench, server.pid))
             finally:
                 server.terminate()
 

@@ -1,6 +1,6 @@
 """Benchmarks a training step beside those of other trainers: `python -m bench.step [recipe]`.
 
-Every contender does what its trainer does between two log lines: batch, forward, backward,
+Every implementation does what its trainer does between two log lines: batch, forward, backward,
 clipping, optimizer. All have the same number of tokens and the same precision; on a CPU fastgpt and
 nanoGPT are timed in fp32 as well, and llm.c in fp32 alone. Each runs in a process of its own. They
 take turns in an order that alternates.
@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from bench import contenders, parts, records
-from bench.contenders import TINY, Workload
+from bench import implementations, parts, records
 from bench.goals import is_ours
-from bench.timing import Timer, busy_processes, machine_rates, roof_of
+from bench.implementations import TINY, Benchmark
+from bench.timing import Timer, busy_processes, machine_rates, peaks_of
 from bench.trainers import LLMC_ON_CPU, nanogpt_module, run_llmc, run_llmc_on_cpu
 from fastgpt import flags
 from fastgpt.config.config import Config, DataConfig
@@ -48,9 +48,9 @@ class StepBench:
     context: int | None = None
     """Tokens in a sequence; by default the recipe's."""
     dropout: float | None = None
-    """Dropout of all contenders; by default the recipe's."""
-    contenders: tuple[str, ...] = ()
-    """Names of the contenders; by default fastgpt, eager and nanogpt (if --nanogpt is given).
+    """Dropout of all implementations; by default the recipe's."""
+    implementations: tuple[str, ...] = ()
+    """Names of the implementations; by default fastgpt, eager and nanogpt (if --nanogpt is given).
 
     On CUDA `fastgpt triton` and compiled are added, on a CPU `fastgpt fp32`.
     """
@@ -63,11 +63,11 @@ class StepBench:
     compile: Literal["auto", "on", "off"] = "auto"
     """Use torch.compile for fastgpt's model."""
     rounds: int = 5
-    """Number of timed rounds, after one that is not timed; every contender has a turn in each."""
+    """Number of timed rounds, after one that is not timed; each implementation runs in each."""
     starts: Literal[1, 2] = 1
-    """Number of starts of each contender; the second one finds torch.compile's caches filled."""
+    """Number of starts of each implementation; the second finds torch.compile's caches filled."""
     parallel_start: bool = False
-    """Build and compile all contenders of a batch size at once.
+    """Build and compile all implementations of a batch size at once.
 
     Their first steps then run at the same time, which the record notes.
     """
@@ -102,27 +102,29 @@ def base_config(bench: StepBench, on: str, text: Path) -> Config:
     if bench.context is not None:
         model = replace(model, context=bench.context)
     if not text.exists():
-        contenders.write_text(text, vocab, 2_000_000 if vocab > 1000 else 200_000)
+        implementations.write_text(text, vocab, 2_000_000 if vocab > 1000 else 200_000)
     data = DataConfig(source=str(text), tokenizer="chars")
     train = replace(config.train, compile=bench.compile, device=on, batch_tokens=2**20)
     return replace(config, model=model, data=data, train=train)
 
 
-def with_batch(workload: Workload, batch: int) -> Workload:
-    tokens = batch * workload.config.model.context
-    train = replace(workload.config.train, batch_tokens=tokens, micro_batch=batch)
-    return replace(workload, config=replace(workload.config, train=train))
+def with_batch(benchmark: Benchmark, batch: int) -> Benchmark:
+    tokens = batch * benchmark.config.model.context
+    train = replace(benchmark.config.train, batch_tokens=tokens, micro_batch=batch)
+    return replace(benchmark, config=replace(benchmark.config, train=train))
 
 
 def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
-    """Returns the names of the contenders asked for, or of all that make sense on the device."""
-    if unknown := [name for name in bench.contenders if name not in contenders.CONTENDERS]:
-        raise unknown_name("contender", unknown[0], contenders.CONTENDERS)
+    """Returns the implementations asked for, or all that make sense on the device, by name."""
+    if unknown := [
+        name for name in bench.implementations if name not in implementations.IMPLEMENTATIONS
+    ]:
+        raise unknown_name("implementation", unknown[0], implementations.IMPLEMENTATIONS)
     for peer, path in (("nanogpt", bench.nanogpt), ("nanochat", bench.nanochat)):
-        if wanted := [name for name in bench.contenders if name.startswith(peer) and not path]:
-            raise UserError(f"contender {wanted[0]} needs --{peer} PATH, a checkout")
-    if bench.contenders:
-        return bench.contenders
+        if named := [name for name in bench.implementations if name.startswith(peer) and not path]:
+            raise UserError(f"implementation {named[0]} needs --{peer} PATH, a checkout")
+    if bench.implementations:
+        return bench.implementations
     names = ["fastgpt"]
     names += ["fastgpt triton", "eager", "compiled"] if on == "cuda" else ["fastgpt fp32", "eager"]
     if bench.nanogpt is not None:
@@ -146,7 +148,7 @@ def check(bench: StepBench, on: str) -> None:
 # --- all of it ------------------------------------------------------------------------------------
 
 
-def measure(
+def time_implementations(
     bench: StepBench, on: str, folder: Path, traces: Path | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields rows of kind `step` and `missing`, each as soon as it is known."""
@@ -154,12 +156,12 @@ def measure(
     names = names_of(bench, on)
     config = base_config(bench, on, folder / "text.txt")
     precision = device.pick_precision(config.train.precision, on)
-    workload = Workload(config=config, on=on, precision=precision, nanogpt=bench.nanogpt)
-    workload = replace(workload, nanochat=bench.nanochat, traces=traces)
+    benchmark = Benchmark(config=config, on=on, precision=precision, nanogpt=bench.nanogpt)
+    benchmark = replace(benchmark, nanochat=bench.nanochat, traces=traces)
     both = (precision, "fp32") if on == "cpu" and precision != "fp32" else (precision,)
     rates = machine_rates(Timer(on), both, 0.2 if bench.tiny else 1.0)
     if on == "cuda":
-        torch.cuda.empty_cache()  # 3 GB for the contenders
+        torch.cuda.empty_cache()  # 3 GB for the implementations
     end = time.perf_counter() + bench.budget
     usual = (8 if bench.tiny else RECIPES[config.recipe][1].global_batch,)
     for batch in bench.batch or (BATCHES if on == "cuda" else usual):
@@ -177,9 +179,9 @@ def measure(
             reason = f"over the budget of {bench.budget:.0f} s"
             yield "missing", {**about, "implementation": "all", "reason": reason}
             continue
-        now = with_batch(workload, batch)
+        now = with_batch(benchmark, batch)
         with busy_processes(bench.busy):
-            yield from _contenders(bench, names, now, rates, about, folder / "caches")
+            yield from _implementations(bench, names, now, rates, about, folder / "caches")
         for name, flag in (("nanogpt", bench.nanogpt), ("llm.c", bench.llmc)):
             if flag is None:
                 reason = f"not given: --{name.replace('.', '')} PATH"
@@ -188,17 +190,17 @@ def measure(
             yield _llmc(bench, now, rates, about)
 
 
-def _contenders(
-    bench: StepBench, names: tuple[str, ...], workload: Workload, rates: dict[str, float],
+def _implementations(
+    bench: StepBench, names: tuple[str, ...], benchmark: Benchmark, rates: dict[str, float],
     about: dict[str, Any], caches: Path,
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Yields the measurements of one batch size, each as soon as it is known."""
     from bench.count import recorded  # imports this module
 
-    before = records.state(workload.on)
+    before = records.state(benchmark.on)
     how = {"alternating": True, "first_step_alone": not bench.parallel_start}
-    found = contenders.take_turns(
-        names, workload, caches, rounds=bench.rounds, starts=bench.starts,
+    found = implementations.run_interleaved(
+        names, benchmark, caches, rounds=bench.rounds, starts=bench.starts,
         parallel_start=bench.parallel_start,
     )  # fmt: skip
     for name, figures in found:
@@ -206,42 +208,42 @@ def _contenders(
         if "reason" in figures:
             yield "missing", row
             continue
-        if workload.on == "cuda" and figures["precision"] == "bf16":
-            row["counted"] = recorded(name, workload.config)
-        state = {"before": before, "after": records.state(workload.on)}
-        yield "step", {**row, **how, **_rates(workload, figures, rates), **state}
+        if benchmark.on == "cuda" and figures["precision"] == "bf16":
+            row["counted"] = recorded(name, benchmark.config)
+        state = {"before": before, "after": records.state(benchmark.on)}
+        yield "step", {**row, **how, **_rates(benchmark, figures, rates), **state}
 
 
-def _rates(workload: Workload, found: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
+def _rates(benchmark: Benchmark, found: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
     """Returns the speed of a row, and its share of the machine's limits for its precision."""
     precision = found["precision"]
-    roof = roof_of(rates, precision)
-    tok_per_s = workload.tokens / found["seconds"]["p50"]
-    flops = flops_per_token(workload.config.model)
+    peaks = peaks_of(rates, precision)
+    tok_per_s = benchmark.tokens / found["seconds"]["p50"]
+    flops = flops_per_token(benchmark.config.model)
     speed: dict[str, Any] = {
-        "tok_per_s": tok_per_s, "mfu": tok_per_s * flops / roof["matmul"],
-        "mfu_convention": MFU_CONVENTION, "roof": roof,
+        "tok_per_s": tok_per_s, "mfu": tok_per_s * flops / peaks["matmul"],
+        "mfu_convention": MFU_CONVENTION, "roof": peaks,
     }  # fmt: skip
     if "parts" in found:
         size = 4 if precision == "fp32" else 2
         speed["limits"] = parts.limits(
-            workload.config.model, workload.tokens, size, roof,
+            benchmark.config.model, benchmark.tokens, size, peaks,
             muon=found.get("optimizer") == "muon",
         )  # fmt: skip
     return speed
 
 
 def _llmc(
-    bench: StepBench, workload: Workload, rates: dict[str, float], about: dict[str, Any]
+    bench: StepBench, benchmark: Benchmark, rates: dict[str, float], about: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    config, row = workload.config, {**about, "implementation": "llm.c"}
+    config, row = benchmark.config, {**about, "implementation": "llm.c"}
     assert bench.llmc is not None
     try:
-        contenders.expect_gpt2(config.model)
+        implementations.expect_gpt2(config.model)
         if config.model.vocab_size != GPT2_VOCABULARY:
             raise UserError(f"needs GPT-2's vocabulary, got {config.model.vocab_size} tokens")
         sizes = {"batch": config.global_batch, "context": config.model.context}
-        if workload.on == "cpu":
+        if benchmark.on == "cpu":
             if sizes != LLMC_ON_CPU:
                 raise UserError(f"has {LLMC_ON_CPU} built in, got {sizes}")
             found = run_llmc_on_cpu(bench.llmc, config.model, LLMC_STEPS)
@@ -253,9 +255,9 @@ def _llmc(
             )
     except UserError as error:
         return "missing", {**row, "reason": str(error)}
-    precision = "fp32" if workload.on == "cpu" else "bf16"
+    precision = "fp32" if benchmark.on == "cpu" else "bf16"
     found |= {"optimizer": "adamw", "alternating": False, "precision": precision}
-    return "step", {**row, **found, **_rates(workload, found, rates)}
+    return "step", {**row, **found, **_rates(benchmark, found, rates)}
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
@@ -267,7 +269,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         ratio = f"{row['seconds']['p50'] / ours['seconds']['p50']:.2f}x" if ours else "-"
         cells = (row["case"], row["implementation"], f"{row['tok_per_s']:,.0f}", ms)
         lines.append((*cells, f"{row['mfu']:.1%}", memory, ratio))
-    records.show("step|contender|tok/s|ms p20 p50 p80|MFU|GB|time / fastgpt's", lines)
+    records.show("step|implementation|tok/s|ms p20 p50 p80|MFU|GB|time / fastgpt's", lines)
 
 
 def run(bench: StepBench) -> Path:
@@ -278,7 +280,7 @@ def run(bench: StepBench) -> Path:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         traces = writer.path.parent if bench.trace else None
-        for kind, row in measure(bench, on, Path(name), traces):
+        for kind, row in time_implementations(bench, on, Path(name), traces):
             writer.write(kind, row)
             said = f"{row['case']} {row['implementation']}"
             if kind == "missing":
@@ -297,7 +299,7 @@ def run(bench: StepBench) -> Path:
                 print(f"{row['case']} {row['implementation']}:")
                 print("\n".join(f"  {line}" for line in lines))
     if not rows:
-        raise UserError("no contender took a step; the reasons are above")
+        raise UserError("no implementation took a step; the reasons are above")
     asked = names_of(bench, on)
     if not any(map(is_ours, rows)) and any(name.startswith("fastgpt") for name in asked):
         raise UserError("fastgpt took no step; the reasons are above")

@@ -66,7 +66,7 @@ def gigabytes(row: Row) -> str:
 PASSES = ("fwd", "bwd", "both")
 
 
-def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
+def op_table(rows: list[Row], targets: list[goals.Goal]) -> str:
     """Formats one op's measurements: a line for each case and implementation, ours first.
 
     Host time, rate, limit and memory are those of the last pass that was timed.
@@ -87,7 +87,7 @@ def op_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
                     last["case"].split("/", 1)[1],
                     last["implementation"] + (" †" if "inexact" in last else ""), *cells,
                     host_us(last), rate(last), f"{last['share']:.0%} {last['bound']}",
-                    gigabytes(last), distances(last["case"], rows, wanted) if last is ours else "",
+                    gigabytes(last), distances(last["case"], rows, targets) if last is ours else "",
                     link(last),
                 )
             )  # fmt: skip
@@ -103,18 +103,18 @@ def _against(row: Row, ours: Row | None, best: Row | None) -> str:
     return f"{ms(row['device_s'])} {f'**{ratio}**' if row is best else ratio}"
 
 
-def distances(case: str, rows: list[Row], wanted: list[goals.Goal]) -> str:
+def distances(case: str, rows: list[Row], targets: list[goals.Goal]) -> str:
     """Formats the distance of our rows from each goal of a case, or "none set"."""
     said = []
-    for goal in wanted:
+    for goal in targets:
         if goal.case == case:
-            verdict = goals.judge(goal, rows)
-            found = verdict.why if verdict.value is None else f"{verdict.distance:+.0%}"
+            result = goals.check_goal(goal, rows)
+            found = result.why if result.value is None else f"{result.distance:+.0%}"
             said.append(f"{goal.which} {goal.text}: {found}".strip())
     return "; ".join(said) or "none set"
 
 
-def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
+def step_table(rows: list[Row], targets: list[goals.Goal]) -> str:
     lines = []
     for group in grouped(rows, "case"):
         case = group[0]["case"]
@@ -134,7 +134,7 @@ def step_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
                     ms(row["seconds"]), f"{row['mfu']:.1%}",
                     f"{seconds(row) / seconds(ours):.2f}" if ours else "",
                     gigabytes(row), first,
-                    distances(case, rows, wanted) if row is ours else "", link(row),
+                    distances(case, rows, targets) if row is ours else "", link(row),
                 )
             )  # fmt: skip
     header = (
@@ -157,15 +157,15 @@ def parts_table(rows: list[Row]) -> str:
     return table(f"case|trainer|{'|'.join(parts)}|", lines) if lines else ""
 
 
-def goal_table(rows: list[Row], wanted: list[goals.Goal]) -> str:
+def goal_table(rows: list[Row], targets: list[goals.Goal]) -> str:
     """Lays out every goal of a device, including missed and unmeasured ones."""
     lines = []
-    for goal in wanted:
-        verdict = goals.judge(goal, rows)
-        found = (verdict.why, "", "")
-        if verdict.value is not None:
-            reached = "yes" if verdict.distance >= 0 else "**no**"
-            found = (three_digits(verdict.value), f"{verdict.distance:+.0%}", reached)
+    for goal in targets:
+        result = goals.check_goal(goal, rows)
+        found = (result.why, "", "")
+        if result.value is not None:
+            reached = "yes" if result.distance >= 0 else "**no**"
+            found = (three_digits(result.value), f"{result.distance:+.0%}", reached)
         stretch = "" if goal.stretch is None else f"{goal.stretch:g}"
         lines.append((f"{goal.case} {goal.which}".strip(), goal.text, stretch, *found))
     return table("case|goal|stretch|measured|margin|reached", lines)

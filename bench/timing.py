@@ -99,7 +99,7 @@ class Timer:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3, host
 
-    def turns(
+    def interleave(
         self, rivals: Mapping[str, Timed], *, seconds: float, rounds: int | None = None
     ) -> dict[str, Samples]:
         """Times several implementations in turn, in alternating order; returns the samples of each.
@@ -141,24 +141,24 @@ def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -
     source = torch.randint(-128, 127, (COPY_BYTES[on],), dtype=torch.int8, device=on)
     target = torch.empty_like(source)
     copy = Timed(lambda _: target.copy_(source))
-    samples = timer.turns({"copy": copy}, seconds=seconds)["copy"].device
+    samples = timer.interleave({"copy": copy}, seconds=seconds)["copy"].device
     return {**rates, "copy": 2 * COPY_BYTES[on] / quantiles(samples)["p20"]}
 
 
-def roof_of(rates: dict[str, float], dtype: str) -> dict[str, float]:
+def peaks_of(rates: dict[str, float], dtype: str) -> dict[str, float]:
     """Returns the machine's limits for one dtype: FLOP/s as `matmul`, bytes/s as `copy`."""
     return {"matmul": rates[f"matmul {dtype}"], "copy": rates["copy"]}
 
 
-def limit(flops: float, size: float, roof: dict[str, float]) -> tuple[float, str]:
+def limit(flops: float, size: float, peaks: dict[str, float]) -> tuple[float, str]:
     """Returns the least seconds that this work can take, and `matmul` or `copy`, which limits it.
 
     Args:
         flops: FLOPs of matrix products.
         size: bytes moved.
-        roof: FLOP/s as `matmul` and bytes/s as `copy`, measured.
+        peaks: FLOP/s as `matmul` and bytes/s as `copy`, measured.
     """
-    times = {"matmul": flops / roof["matmul"], "copy": size / roof["copy"]}
+    times = {"matmul": flops / peaks["matmul"], "copy": size / peaks["copy"]}
     bound = max(times, key=lambda name: times[name])
     return times[bound], bound
 

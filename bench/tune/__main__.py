@@ -35,7 +35,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 from bench.timing import Timer
-from bench.tune.search import Candidate, Settings, Slot, reasons, search, slots
+from bench.tune.search import Candidate, Slot, TileConfig, reasons, search, slots
 from fastgpt.errors import UserError, counted, run_command
 from fastgpt.kernels.aot import SHARED_LIMIT, TUNED, triton_minor
 from fastgpt.kernels.attention.config import KEYS, TUNING, table_path
@@ -53,7 +53,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["attention"]
 
 
-def write(path: Path, slot: Slot, settings: Settings) -> None:
+def write(path: Path, slot: Slot, settings: TileConfig) -> None:
     """Writes these settings into the slot's row of a table."""
     table = [slot.row() | settings if slots([row]) == [slot] else row for row in read(path)]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
@@ -68,7 +68,7 @@ def own_table(arch: int) -> Path:
     return path
 
 
-def choose(found: list[Candidate], now: Settings, margin: float) -> Candidate | None:
+def choose(found: list[Candidate], now: TileConfig, margin: float) -> Candidate | None:
     """Returns the shipped candidate if it is within the margin of the best, else the best."""
     right = [x for x in found if not x.problems and x.time < math.inf]
     if not right:
@@ -81,7 +81,7 @@ def choose(found: list[Candidate], now: Settings, margin: float) -> Candidate | 
 # --- what is shown --------------------------------------------------------------------------------
 
 
-def shown(arch: int, slot: Slot, found: list[Candidate], now: Settings, top: int) -> Table:
+def shown(arch: int, slot: Slot, found: list[Candidate], now: TileConfig, top: int) -> Table:
     dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons(found).items()))
     right = [x for x in found if not x.problems]
     title = f"sm_{arch} {slot.name()}: {len(right)} without problems; dropped: {dropped or 'none'}"
@@ -100,7 +100,7 @@ def shown(arch: int, slot: Slot, found: list[Candidate], now: Settings, top: int
     return table
 
 
-def verdict(chosen: Candidate | None, now: Settings, found: list[Candidate]) -> str:
+def decision(chosen: Candidate | None, now: TileConfig, found: list[Candidate]) -> str:
     if chosen is None:
         return "every candidate has a problem: the shipped row stays"
     best = min(x.time for x in found if not x.problems)
@@ -112,7 +112,7 @@ def verdict(chosen: Candidate | None, now: Settings, found: list[Candidate]) -> 
 # --- command --------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.tune",
         usage="%(prog)s [--FLAG VALUE ...]",
@@ -145,7 +145,7 @@ def selected(archs: Iterable[int], only: list[str]) -> list[tuple[int, Slot]]:
 
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
+    args = parse_args(argv)
     if INTERPRETING:
         raise UserError("unset TRITON_INTERPRET, because the interpreter compiles nothing")
     if not args.static and not torch.cuda.is_available():
@@ -168,7 +168,7 @@ def main(argv: list[str]) -> int:
 def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     within = json.loads(args.within.read_text(encoding="utf-8")) if args.within else None
-    survivors: dict[str, list[Settings]] = {}
+    survivors: dict[str, list[TileConfig]] = {}
     wrong = 0
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -183,15 +183,17 @@ def run(args: argparse.Namespace, todo: list[tuple[int, Slot]]) -> int:
                 arch, slot, now, jobs=args.jobs, stages=args.stages, within=keep, tick=tick
             )
             if not args.static:
-                from bench.tune.measure import measure
+                from bench.tune.measure import time_candidates
 
                 seconds = args.budget / len(todo)
                 timer = Timer("cuda")
-                measure(arch, slot, found, now, args.top, seconds, timer=timer, folder=args.out)
+                time_candidates(
+                    arch, slot, found, now, args.top, seconds, timer=timer, folder=args.out
+                )
             progress.remove_task(task)
             chosen = choose(found, now, args.margin)
             console.print(shown(arch, slot, found, now, args.top))
-            console.print(verdict(chosen, now, found) + "\n", highlight=False)
+            console.print(decision(chosen, now, found) + "\n", highlight=False)
             survivors[key] = [x.settings for x in found if not x.problems]
             wrong += chosen is None
             if args.write and chosen is not None:

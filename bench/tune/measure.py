@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench import records
 from bench.timing import Timed, Timer, quantiles
-from bench.tune.search import Candidate, Settings, Slot
+from bench.tune.search import Candidate, Slot, TileConfig
 from fastgpt.kernels import parity
 from fastgpt.kernels.attention.backward import attention_bwd
 from fastgpt.kernels.attention.config import trying
@@ -60,7 +60,7 @@ def make(form: tuple[int, str], bits: int, device: str, T: int | None = None) ->
 
 
 def complaints(
-    step: str, settings: Settings, form: tuple[int, str], bits: int, device: str
+    step: str, settings: TileConfig, form: tuple[int, str], bits: int, device: str
 ) -> list[str]:
     """Checks the output and the three gradients; returns a line for each error."""
     made = {**make(form, bits, device, CHECKED_T), "dropout_seed": 5}
@@ -80,7 +80,7 @@ def complaints(
 
 
 def launches(
-    step: str, wanted: list[Settings], form: tuple[int, str], bits: int, device: str
+    step: str, configs: list[TileConfig], form: tuple[int, str], bits: int, device: str
 ) -> list[Callable[[], object]]:
     """Makes one call per configuration, which launches only the kernel of `step`."""
     made = make(form, bits, device)
@@ -92,7 +92,7 @@ def launches(
     dout = torch.randn_like(out)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
     calls = []
-    for settings in wanted:
+    for settings in configs:
         with trying(step, settings), recording(here()) as recorded:
             attention_fwd(q, k, v, options)
             attention_bwd(dout, q, k, v, out, lse, options, grads)
@@ -110,11 +110,11 @@ def _again(launch: Launch) -> None:
 # --- time -----------------------------------------------------------------------------------------
 
 
-def measure(
+def time_candidates(
     arch: int,
     slot: Slot,
     found: list[Candidate],
-    now: Settings,
+    now: TileConfig,
     top: int,
     seconds: float,
     *,
@@ -148,8 +148,8 @@ def measure(
     calls = launches(slot.step, [x.settings for x in timed], form, slot.bits, timer.on)
     rivals = {str(n): Timed(lambda _, call=call: call()) for n, call in enumerate(calls)}
     rows = []
-    for x, samples in zip(timed, timer.turns(rivals, seconds=seconds).values(), strict=True):
-        milliseconds = [1e3 * taken for taken in samples.device]
+    for x, samples in zip(timed, timer.interleave(rivals, seconds=seconds).values(), strict=True):
+        milliseconds = [1e3 * seconds for seconds in samples.device]
         x.measured = statistics.median(milliseconds)
         rows.append(_row(arch, x, form, milliseconds))
     return records.Writer(timer.on, folder, "tune", **timer.settings).write("tune", *rows)

@@ -28,7 +28,7 @@ FIRST_TILE = 1000.0
 """GPU cycles until a program's first loads arrive, about two trips to memory."""
 SCORES, OTHERS = {"fwd": 1, "dq": 2, "dkv": 2}, {"fwd": 1, "dq": 1, "dkv": 2}
 """Numbers of products in a pass: those that sum over D (scores, dP), and those with D columns."""
-ROWS = {90: 64, 100: 128}
+INSTRUCTION_ROWS = {90: 64, 100: 128}
 """Arch -> rows of an instruction (wgmma, tcgen05.mma)."""
 SHARED_BYTES = 128.0
 """Bytes of shared memory that one multiprocessor reads per cycle."""
@@ -45,8 +45,8 @@ def passes(T: int, block_m: int, block_n: int, causal: bool, window: int | None)
         if window is not None:
             some[0], every[0] = max(0, first - window + 1), max(0, last - window + 1)
         tiles = some[1] // block_n - some[0] // block_n + 1
-        whole = max(0, (every[1] + 1) // block_n - -(-every[0] // block_n))
-        full, masked = full + whole, masked + tiles - whole
+        unmasked = max(0, (every[1] + 1) // block_n - -(-every[0] // block_n))
+        full, masked = full + unmasked, masked + tiles - unmasked
     return full, masked
 
 
@@ -62,7 +62,7 @@ def product_clocks(arch: int, step: str, M: int, N: int, D: int) -> float:
     m, n = (N, M) if step == "dkv" else (M, N)  # there the scores are transposed
     device = device_of(arch)
     assert device is not None
-    full = ROWS.get(family(arch))
+    full = INSTRUCTION_ROWS.get(family(arch))
     clocks = 0.0
     for count, columns, depth, left in ((SCORES[step], n, D, True), (OTHERS[step], D, n, False)):
         if full is None:

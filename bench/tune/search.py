@@ -16,7 +16,7 @@ from fastgpt.kernels.proof.compile import Config, Row, compile_all
 from fastgpt.kernels.proof.sass import ceiling
 from fastgpt.kernels.runtime import recording
 
-Settings = dict[str, int]
+TileConfig = dict[str, int]
 WARPS = (4, 8)
 SIDES = {16: (32, 64, 128), 32: (16, 32, 64)}
 REGISTERS = 224
@@ -70,7 +70,7 @@ def slots(table: Iterable[dict[str, Any]]) -> list[Slot]:
 class Candidate:
     """A candidate configuration (block sizes, warps, stages), with its times and problems."""
 
-    settings: Settings
+    settings: TileConfig
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     predicted: float = 0.0
@@ -85,7 +85,7 @@ class Candidate:
         return self.predicted if self.measured is None else self.measured
 
 
-def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[Settings]:
+def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[TileConfig]:
     """Lists all configurations whose accumulators can fit into registers.
 
     Args:
@@ -102,7 +102,7 @@ def candidates(slot: Slot, stages: Iterable[int] | None = None) -> list[Settings
     return found
 
 
-def configs(arch: int, slot: Slot, settings: Settings) -> list[Config]:
+def configs(arch: int, slot: Slot, settings: TileConfig) -> list[Config]:
     """Returns the compiler's input for each kernel variant of the slot."""
     kernel, _ = STEPS[slot.step]
     dtype = torch.bfloat16 if slot.bits == 16 else torch.float32
@@ -127,14 +127,14 @@ def _compile(found: list[Candidate], forms: slice, jobs: int | None, tick: Tick)
 
 
 def examine(
-    arch: int, slot: Slot, wanted: list[Settings], jobs: int | None, tick: Tick
+    arch: int, slot: Slot, requested: list[TileConfig], jobs: int | None, tick: Tick
 ) -> list[Candidate]:
     """Compiles one kernel variant of each candidate, then all variants of the KEPT fastest ones.
 
     A variant is a dtype and a set of masks; speed is predicted from machine code. The result has
     those candidates, and the ones with problems; those never compiled in full are left out.
     """
-    found = [Candidate(settings, configs=configs(arch, slot, settings)) for settings in wanted]
+    found = [Candidate(settings, configs=configs(arch, slot, settings)) for settings in requested]
     _compile(found, slice(1), jobs, tick)
     for x in found:
         if not x.problems:
@@ -150,7 +150,7 @@ def examine(
     return known
 
 
-def bounded(arch: int, best: list[Candidate]) -> list[Settings]:
+def bounded(arch: int, best: list[Candidate]) -> list[TileConfig]:
     """Returns the best configurations again with fewer registers, so that one more block fits."""
     found = []
     for x in best:
@@ -169,11 +169,11 @@ def bounded(arch: int, best: list[Candidate]) -> list[Settings]:
 def search(
     arch: int,
     slot: Slot,
-    now: Settings,
+    now: TileConfig,
     *,
     jobs: int | None = None,
     stages: Iterable[int] | None = None,
-    within: list[Settings] | None = None,
+    within: list[TileConfig] | None = None,
     tick: Tick = lambda: None,
 ) -> list[Candidate]:
     """Returns every candidate, the shipped one included: the right ones first, fastest first.
@@ -185,8 +185,8 @@ def search(
         within: settings to choose from, such as those that another version of Triton compiled well.
         tick: called after each compilation.
     """
-    wanted = candidates(slot, stages) if within is None else within
-    found = examine(arch, slot, [x for x in wanted if x != now], jobs, tick)
+    requested = candidates(slot, stages) if within is None else within
+    found = examine(arch, slot, [x for x in requested if x != now], jobs, tick)
     found += examine(arch, slot, [now], jobs, tick)
     if within is None:
         right = sorted((x for x in found if not x.problems), key=lambda x: x.predicted)

@@ -43,7 +43,7 @@ WORTH = {"loss": 1.05}
 halves a step's memory, which is worth more than a twentieth of its time."""
 CHILD = ["-m", "fastgpt.autotune.choose"]
 
-Verdict = dict[str, Any]
+TrialResult = dict[str, Any]
 """Result of a trial: `chosen`, an implementation; `complaints`, the errors found in ours; and
 `milliseconds` of each implementation."""
 
@@ -51,7 +51,7 @@ Verdict = dict[str, Any]
 # --- the child ------------------------------------------------------------------------------------
 
 
-def judge(name: str, sizes: Sizes, on: str) -> Verdict:
+def run_trial(name: str, sizes: Sizes, on: str) -> TrialResult:
     """Checks and times the implementations, and chooses the fastest; ours only if it is correct."""
     wrong, times = faults(name, sizes, on), {}
     trial = make_trial(name, sizes, on, sizes.batch, sizes.model.context)
@@ -76,7 +76,7 @@ def faults(name: str, sizes: Sizes, on: str) -> list[str]:
 
 def seconds(op: parity.Op, inputs: dict[str, Tensor], sizes: Sizes, on: str) -> float:
     """Times an implementation forward and backward as the run would call it."""
-    wanted = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
+    leaves = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
     if sizes.compiled:
         op = torch.compile(op, options=device.compile_options(on, "on"))
 
@@ -85,7 +85,7 @@ def seconds(op: parity.Op, inputs: dict[str, Tensor], sizes: Sizes, on: str) -> 
             out = op(*inputs.values())
         outs = [out] if isinstance(out, Tensor) else list(out)
         # randn_like would be timed, too
-        torch.autograd.grad(outs, wanted, [y if y.dim() else torch.ones_like(y) for y in outs])
+        torch.autograd.grad(outs, leaves, [y if y.dim() else torch.ones_like(y) for y in outs])
 
     return timer(step)
 
@@ -97,13 +97,13 @@ def timer(step: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Tries what the arguments name; prints a verdict a line, and an error as the last one."""
+    """Tries what the arguments name; prints a result a line, and an error as the last one."""
     on, given = json.load(sys.stdin)
     given["model"] = ModelConfig(**given["model"])
     sizes = Sizes(**given)
     try:
         for name in sys.argv[1:]:
-            print(json.dumps({name: judge(name, sizes, on)}), flush=True)
+            print(json.dumps({name: run_trial(name, sizes, on)}), flush=True)
     except Exception as error:  # after which CUDA may print more, or abort
         print(brief(error), file=sys.stderr, flush=True)
         os._exit(1)
@@ -121,8 +121,8 @@ def require_toolchain(config: OpsConfig, on: str) -> None:
 
 def choose(
     config: OpsConfig, sizes: Sizes, on: str, warn: Callable[[str], None]
-) -> tuple[OpsConfig, dict[str, Verdict]]:
-    """Replaces each `auto` in `config` that a trial on this GPU decides; also returns the verdicts.
+) -> tuple[OpsConfig, dict[str, TrialResult]]:
+    """Replaces each `auto` in `config` that a trial on this GPU decides; also returns the results.
 
     There are trials on CUDA only; each reason not to use ours is a warning of one line.
     """
@@ -134,14 +134,14 @@ def choose(
     if missing := device.missing_for_triton():
         warn(f"{missing}; PyTorch's ops are used instead of our kernels")
         return config, {}
-    verdicts = remembered_or_tried(asked, sizes, on, warn)
-    for name, verdict in verdicts.items():
-        if verdict["complaints"]:
+    results = remembered_or_tried(asked, sizes, on, warn)
+    for name, result in results.items():
+        if result["complaints"]:
             warn(
                 f"--ops.{name}: our kernels did not pass their trial on this device "
-                f"({verdict['complaints'][0]}); using {verdict['chosen']} instead"
+                f"({result['complaints'][0]}); using {result['chosen']} instead"
             )
-    return replace(config, **{name: it["chosen"] for name, it in verdicts.items()}), verdicts
+    return replace(config, **{name: it["chosen"] for name, it in results.items()}), results
 
 
 def plain_name(op: str) -> str:
@@ -149,37 +149,37 @@ def plain_name(op: str) -> str:
     return "sdpa" if op == "attention" else "torch"
 
 
-def why(verdict: Verdict) -> str:
-    """Returns the reason of a verdict: the error found, or the times."""
-    times = (f"{name} {ms:.3g} ms" for name, ms in verdict["milliseconds"].items())
-    return (verdict["complaints"] or [", ".join(times) or "out of memory"])[0]
+def why(result: TrialResult) -> str:
+    """Returns the reason of a result: the error found, or the times."""
+    times = (f"{name} {ms:.3g} ms" for name, ms in result["milliseconds"].items())
+    return (result["complaints"] or [", ".join(times) or "out of memory"])[0]
 
 
 def remembered_or_tried(
     asked: list[str], sizes: Sizes, on: str, warn: Callable[[str], None]
-) -> dict[str, Verdict]:
-    """Returns the verdict of each trial asked for, from the cache where it is known there.
+) -> dict[str, TrialResult]:
+    """Returns the result of each trial asked for, from the cache where it is known there.
 
-    A child that ends early failed at the first op without a verdict; another one tries the rest.
+    A child that ends early failed at the first op without a result; another one tries the rest.
     """
-    known: dict[str, dict[str, Verdict]] = recall("ops.json")
-    verdicts, failed = known.setdefault(_key(sizes, on), {}), {}
-    left, end = [name for name in asked if name not in verdicts], time.monotonic() + TIMEOUT
+    known: dict[str, dict[str, TrialResult]] = recall("ops.json")
+    results, failed = known.setdefault(_key(sizes, on), {}), {}
+    left, end = [name for name in asked if name not in results], time.monotonic() + TIMEOUT
     if left:
         warn("checking and timing our kernels on this device, once; this takes a minute or two")
     while left:
         found, reason = _child(left, sizes, on, max(0.0, end - time.monotonic()))
-        verdicts |= found
+        results |= found
         remember("ops.json", known)
         left = [name for name in left if name not in found]
         if left:  # the next run tries it again
             op = left.pop(0)
             failed[op] = {"chosen": plain_name(op), "complaints": [reason], "milliseconds": {}}
-    return {name: (verdicts | failed)[name] for name in asked}
+    return {name: (results | failed)[name] for name in asked}
 
 
 def _key(sizes: Sizes, on: str) -> str:
-    """Cache key of a verdict: a hash of the device, versions, sizes, kernels and their tables."""
+    """Cache key of a result: a hash of the device, versions, sizes, kernels and their tables."""
     code = code_hash(KERNELS, PACKAGE / "autotune", PACKAGE / "ops")
     # not by its package, which has other names in some builds of torch
     versions = [importlib.import_module(name).__version__ for name in ("torch", "triton")]
@@ -189,9 +189,9 @@ def _key(sizes: Sizes, on: str) -> str:
 
 def _child(
     names: list[str], sizes: Sizes, on: str, seconds: float
-) -> tuple[dict[str, Verdict], str]:
-    """Runs trials in a child process; returns its verdicts and how it ended."""
-    order, verdicts = json.dumps([on, asdict(sizes)]), {}
+) -> tuple[dict[str, TrialResult], str]:
+    """Runs trials in a child process; returns its results and how it ended."""
+    order, results = json.dumps([on, asdict(sizes)]), {}
     try:
         done = subprocess.run(
             [sys.executable, *CHILD, *names],
@@ -205,8 +205,8 @@ def _child(
         reason = f"the trials did not end within {TIMEOUT:.0f} s"
     for line in said.splitlines():
         with suppress(ValueError, TypeError):  # a line that a library printed
-            verdicts.update(json.loads(line))
-    return {name: verdicts[name] for name in names if name in verdicts}, reason
+            results.update(json.loads(line))
+    return {name: results[name] for name in names if name in results}, reason
 
 
 if __name__ == "__main__":

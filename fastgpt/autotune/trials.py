@@ -82,17 +82,17 @@ def _attention(sizes: Sizes) -> Tried:
     Either way the gradient is one tensor again, which costs a concatenation of three.
     """
     model = sizes.model
-    apart = sizes.transformers or model.position == "rotary" or model.qk_norm
+    unfused = sizes.transformers or model.position == "rotary" or model.qk_norm
     problem = {
         **_heads(model),
         "scale": model.attention_scale,
         "window": model.window,
-        "input_bias": not apart and model.bias_at("qkv"),
+        "input_bias": not unfused and model.bias_at("qkv"),
         "docs": 2 * min(model.context, 1024) // 3 if model.document_mask else 0,  # their mean: half
     }
     ours = with_input_bias(tables.PACKED_ATTENTION["triton"])
     return SPECS["attention_packed"], problem, {
-        "triton": packed(tables.ATTENTION["triton"]) if apart else ours,
+        "triton": packed(tables.ATTENTION["triton"]) if unfused else ours,
         "sdpa": packed(tables.ATTENTION["sdpa"]),
     }  # fmt: skip
 
@@ -147,12 +147,12 @@ def _activation(sizes: Sizes) -> Tried:
         made = {"x": make(s["B"], s["T"], model.dim), "weight": weight}
         return {**made, "bias": make(width)} if model.bias else made
 
-    def apart(x: Tensor, weight: Tensor) -> list[Tensor]:
+    def gate_and_up(x: Tensor, weight: Tensor) -> list[Tensor]:
         return [F.linear(x, half) for half in weight.chunk(2)]
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if halved:
-            return bias_act(torch.cat(apart(x, weight), -1), None, kind)
+            return bias_act(torch.cat(gate_and_up(x, weight), -1), None, kind)
         if sizes.transformers:
             return bias_act(F.linear(x, weight, bias), None, kind)
         return bias_act(F.linear(x, weight), bias, kind)
@@ -161,7 +161,7 @@ def _activation(sizes: Sizes) -> Tried:
         return ACTIVATIONS[kind](F.linear(x, weight, bias))
 
     def gated(x: Tensor, weight: Tensor) -> Tensor:
-        gate, up = apart(x, weight)
+        gate, up = gate_and_up(x, weight)
         return F.silu(gate) * up
 
     spec = replace(SPECS["bias_act"], inputs=inputs, options=no_options, ref=ref)

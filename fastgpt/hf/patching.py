@@ -243,8 +243,8 @@ def _trials(asked: list[str], sizes: Sizes, on: str, force: bool) -> dict[str, t
     if force:
         wrong = {op: choose.faults(op, sizes, on) for op in asked}
         return {op: (not x, x[0] if x else "correct, not timed") for op, x in wrong.items()}
-    verdicts = choose.remembered_or_tried(asked, sizes, on, print_line)
+    results = choose.remembered_or_tried(asked, sizes, on, print_line)
     return {
-        op: (verdict["chosen"] in ("triton", "chunked"), choose.why(verdict))
-        for op, verdict in verdicts.items()
+        op: (result["chosen"] in ("triton", "chunked"), choose.why(result))
+        for op, result in results.items()
     }

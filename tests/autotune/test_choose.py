@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastgpt.autotune import choose, trials
-from fastgpt.autotune.choose import judge
+from fastgpt.autotune.choose import run_trial
 from fastgpt.autotune.trials import Sizes, make_trial
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
@@ -66,9 +66,9 @@ def test_the_faster_one_is_chosen(monkeypatch, takes, plain, ours, worth, chosen
     monkeypatch.setitem(trials.TRIALS, "cosine", lambda _: (COSINE, {}, OPS))
     monkeypatch.setitem(choose.WORTH, "cosine", worth)
     takes(ours, plain)
-    verdict = judge("cosine", SIZES, "cpu")
-    assert verdict["chosen"] == chosen
-    assert verdict["complaints"] == []
+    result = run_trial("cosine", SIZES, "cpu")
+    assert result["chosen"] == chosen
+    assert result["complaints"] == []
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_the_faster_one_is_chosen(monkeypatch, takes, plain, ours, worth, chosen
 def test_what_is_wrong_is_never_chosen_nor_timed(monkeypatch, takes, wrong, ours):
     monkeypatch.setitem(trials.TRIALS, "cosine", lambda _: (COSINE, {}, {**OPS, "ours": ours}))
     takes()
-    verdict = judge("cosine", SIZES, "cpu")
-    assert (verdict["chosen"], verdict["milliseconds"]) == ("plain", {})
-    assert any(line.startswith(wrong) for line in verdict["complaints"])
+    result = run_trial("cosine", SIZES, "cpu")
+    assert (result["chosen"], result["milliseconds"]) == ("plain", {})
+    assert any(line.startswith(wrong) for line in result["complaints"])
 
 
 @pytest.mark.parametrize(("name", "kernel"), KERNELS.items())
@@ -99,10 +99,10 @@ def test_our_kernels_pass_their_trials(takes, name, kernel, options):
     sizes = replace(SIZES, model=replace(TINY, **options))
     takes(1.0, 2.0)
     with launches(kernel):
-        verdict = judge(name, sizes, "cpu")
+        result = run_trial(name, sizes, "cpu")
     ours, plain = make_trial(name, sizes, "cpu", 2, 16).ops
-    assert (verdict["chosen"], verdict["complaints"]) == (ours, [])
-    assert verdict["milliseconds"] == {ours: 1000.0, plain: 2000.0}
+    assert (result["chosen"], result["complaints"]) == (ours, [])
+    assert result["milliseconds"] == {ours: 1000.0, plain: 2000.0}
     assert plain == choose.plain_name(name)
 
 
@@ -162,8 +162,8 @@ def on_cuda(monkeypatch, tmp_path):
     def run(code, config=OpsConfig(), sizes=SIZES):  # noqa: B008 - frozen
         said = []
         monkeypatch.setattr(choose, "CHILD", ["-c", code])
-        chosen, verdicts = choose.choose(config, sizes, "cuda", said.append)
-        return chosen, verdicts, said
+        chosen, results = choose.choose(config, sizes, "cuda", said.append)
+        return chosen, results, said
 
     return run
 
@@ -189,12 +189,12 @@ for name in sys.argv[1:]:
 
 def test_child_tries_what_is_auto_and_the_answer_is_remembered(on_cuda):
     asked = OpsConfig(attention="sdpa")
-    chosen, verdicts, said = on_cuda(CHILD.format(""), asked)
+    chosen, results, said = on_cuda(CHILD.format(""), asked)
     assert (chosen.attention, chosen.norm, chosen.loss) == ("sdpa", "triton", "chunked")
-    assert verdicts.keys() == {"norm", "loss", "activation"}
+    assert results.keys() == {"norm", "loss", "activation"}
     (line,) = said
     assert "once" in line
-    assert on_cuda("raise SystemExit(1)", asked) == (chosen, verdicts, [])
+    assert on_cuda("raise SystemExit(1)", asked) == (chosen, results, [])
 
 
 def test_other_sizes_or_kernels_are_tried_anew(on_cuda, monkeypatch, tmp_path):
@@ -235,8 +235,8 @@ def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch
 
 def test_an_error_of_a_trial_is_its_reason(on_cuda):
     raises = "def judge(*_): raise RuntimeError('illegal\\n\\nSearch for it')\nchoose.judge = judge"
-    _, verdicts, _ = on_cuda(CHILD.format(raises))
-    reasons = {line for verdict in verdicts.values() for line in verdict["complaints"]}
+    _, results, _ = on_cuda(CHILD.format(raises))
+    reasons = {line for result in results.values() for line in result["complaints"]}
     assert reasons == {"the trial ended with code 1: RuntimeError: illegal"}
 
 

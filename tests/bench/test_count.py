@@ -32,7 +32,7 @@ def test_a_formula_in_both_directions():
 
     corners = {(layers, batch): row(layers, batch) for layers in (2, 4) for batch in (4, 8)}
     launches = row(12, 8)["launches"]  # of the larger number of sequences
-    assert count.whole(corners, 12, 256) == {**row(12, 256), "launches": launches}
+    assert count.extrapolated(corners, 12, 256) == {**row(12, 256), "launches": launches}
 
 
 def test_the_record_has_what_is_claimed_of_our_step():
@@ -105,4 +105,4 @@ def test_what_cannot_be_counted_is_refused_at_once(given, said):
 
 def test_other_sizes_are_not_added_to_a_record():
     with pytest.raises(UserError, match=r"--batch is 4: .*counts.json has 16"):
-        count.kept(count.CountBench(batch=4))
+        count.recorded_trainers(count.CountBench(batch=4))

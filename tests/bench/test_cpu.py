@@ -24,14 +24,14 @@ def test_a_line_ends_the_phase_that_it_reports():
 
 def test_peers_are_timed_where_they_are_given(monkeypatch):
     monkeypatch.setattr(device, "pick_precision", lambda *_: "bf16")
-    asked = cpu.step_bench(cpu.Account(), "shakespeare-cpu")
-    assert asked.contenders == ("fastgpt", "fastgpt fp32", "eager")
+    asked = cpu.step_bench(cpu.CpuBreakdown(), "shakespeare-cpu")
+    assert asked.implementations == ("fastgpt", "fastgpt fp32", "eager")
     here = Path(".")
-    account = cpu.Account(nanogpt=here, nanochat=here, llmc=here, compiled=True)
-    asked = cpu.step_bench(account, "gpt2-124m")
-    assert asked.contenders[3:] == ("compiled", "nanogpt", "nanogpt fp32", "nanochat")
+    breakdown = cpu.CpuBreakdown(nanogpt=here, nanochat=here, llmc=here, compiled=True)
+    asked = cpu.step_bench(breakdown, "gpt2-124m")
+    assert asked.implementations[3:] == ("compiled", "nanogpt", "nanogpt fp32", "nanochat")
     assert (asked.batch, asked.context, asked.llmc) == ((4,), 64, here)
-    assert cpu.step_bench(account, "baby").llmc is None
+    assert cpu.step_bench(breakdown, "baby").llmc is None
 
 
 def test_the_page_is_that_of_the_records():

@@ -3,14 +3,14 @@
 import pytest
 
 from bench import generate
-from bench.generate import GenerateBench, measure
+from bench.generate import GenerateBench, time_generation
 
 SMALL = GenerateBench(recipe="shakespeare-cpu", prompt=8, tokens=3, rounds=2)
 
 
-def test_every_contender_is_timed_in_every_case():
+def test_every_implementation_is_timed_in_every_case():
     pytest.importorskip("transformers")
-    rows = measure(SMALL)
+    rows = time_generation(SMALL)
     cached = ["fastgpt", "fastgpt exact", "fastgpt bf16", "transformers"]
     assert [row["implementation"] for row in rows] == 3 * cached
     assert [row["prompts"] for row in rows[::4]] == [[8], [8] * 4, [2, 4, 6, 8]]
@@ -25,5 +25,5 @@ def test_ours_continues_prompts_of_unequal_lengths(monkeypatch):
 
     monkeypatch.setattr(generate, "generate", generated)
     monkeypatch.setattr(generate, "transformers", lambda *_: list)
-    measure(SMALL)
+    time_generation(SMALL)
     assert ((4, 8), [2, 4, 6, 8]) in lengths

@@ -115,7 +115,7 @@ PARSERS = {
         flags.parse(reproduce.Reproduce, words, prog="").only
     ),
     "bench.convergence": lambda words: flags.parse(convergence.Convergence, words, prog=""),
-    "bench.tune": lambda words: tune.selected([90], tune.parse(words).only),
+    "bench.tune": lambda words: tune.selected([90], tune.parse_args(words).only),
     "_env": lambda words: words[0],
     "_tests": lambda words: all((ROOT / word).exists() for word in words if "tests/" in word),
     "_train": lambda words: cli.parse(words[1:]),

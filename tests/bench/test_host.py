@@ -13,7 +13,7 @@ from tests.parity import launches
 
 def test_each_way_is_timed_and_nothing_runs():
     with launches():
-        rows = host.measure(host.Host(calls=1, rounds=2))
+        rows = host.time_host(host.Host(calls=1, rounds=2))
     assert len(rows) == 2 * 2 * 3
     assert {row["implementation"] for row in rows} == {"straight", "dispatcher", "pytorch"}
     assert all(row["seconds"]["p50"] > 0 for row in rows)

@@ -17,7 +17,7 @@ from fastgpt.errors import UserError
 from fastgpt.kernels.specs import SPECS
 from tests.parity import backward_only, launches
 
-ROOF = {"matmul": 1e12, "copy": 1e10}
+PEAKS = {"matmul": 1e12, "copy": 1e10}
 EAGER = SPECS["attention"].eager
 RIGHT = always(EAGER)
 """Stand-in for our implementation in tests where Triton's interpreter would only take time."""
@@ -32,7 +32,7 @@ def case_of(name: str, **implementations) -> Case:
 def rows_of(case: Case) -> tuple[dict[str, list[str]], dict[str, list[dict]]]:
     """Measures a case; returns the kinds of rows, and the rows by implementation."""
     kinds, rows = defaultdict(list), defaultdict(list)
-    for kind, row in measure.rows_of(case, Timer("cpu"), ROOF, seconds=0, rounds=2):
+    for kind, row in measure.records_of(case, Timer("cpu"), PEAKS, seconds=0, rounds=2):
         kinds[row["implementation"]].append(kind)
         rows[row["implementation"]].append(row)
     return kinds, rows
@@ -109,9 +109,9 @@ def test_a_row_has_its_rates_and_its_share_of_the_limit():
 @pytest.mark.parametrize("name", SPECS)
 def test_ours_of_every_op_are_right_and_kernels_of_ours(name):
     case = case_of(name)
-    judge = measure.Judge(case, "cpu")
+    checker = measure.Checker(case, "cpu")
     with launches(*case.spec.launches(case.shape)):
-        assert judge.complaints(case.implementations["ours"]("cpu"))[0] == []
+        assert checker.complaints(case.implementations["ours"]("cpu"))[0] == []
 
 
 def test_long_sums_may_err_by_more_as_in_the_tests():
@@ -122,17 +122,17 @@ def test_long_sums_may_err_by_more_as_in_the_tests():
     def off(*tensors):
         return torch.nn.functional.linear(*tensors) * (1 + 3e-6)
 
-    assert measure.Judge(few, "cpu").complaints(off)[0]
-    assert not measure.Judge(many, "cpu").complaints(off)[0]
+    assert measure.Checker(few, "cpu").complaints(off)[0]
+    assert not measure.Checker(many, "cpu").complaints(off)[0]
 
 
 def test_dropout_that_drops_too_much_is_refused():
     case = replace(case_of("dropout"), shape={"M": 100, "N": 200})
-    judge = measure.Judge(case, "cpu")
-    assert judge.complaints(case.implementations["ours"]("cpu"))[0] == []
-    wrong, _ = judge.complaints(lambda x: torch.nn.functional.dropout(x, 0.25))
+    checker = measure.Checker(case, "cpu")
+    assert checker.complaints(case.implementations["ours"]("cpu"))[0] == []
+    wrong, _ = checker.complaints(lambda x: torch.nn.functional.dropout(x, 0.25))
     assert len(wrong) == 2
-    wrong, _ = judge.complaints(lambda x: torch.nn.functional.dropout(x, 0.2) * 1.02)
+    wrong, _ = checker.complaints(lambda x: torch.nn.functional.dropout(x, 0.2) * 1.02)
     assert len(wrong) == 1
 
 
@@ -179,8 +179,8 @@ def test_names_are_patterns_of_every_gpt2_size_and_of_long_sequences():
 def test_a_run_writes_a_record_that_the_report_reads(tmp_path, capsys):
     out = str(tmp_path / "results" / "machine")
     command.main([*TINY, out, "--only", "attention/*/fp32", "layer_norm"])
-    verdict = r"layer_norm/tiny/fp32 both: ours [\d.]+ ms, best peer \w+ [\d.]+ ms, [\d.]+x\n/.*\n$"
-    assert re.search(verdict, capsys.readouterr().out)
+    result = r"layer_norm/tiny/fp32 both: ours [\d.]+ ms, best peer \w+ [\d.]+ ms, [\d.]+x\n/.*\n$"
+    assert re.search(result, capsys.readouterr().out)
     rows = records.read(tmp_path / "results")
     assert {row["kind"] for row in rows} == {"machine", "op", "missing"}
     for row in rows:

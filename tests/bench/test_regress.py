@@ -13,7 +13,7 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path))
 
     def run(*flags: str, seconds: list[float]) -> int:
-        monkeypatch.setattr(Timer, "turns", lambda *_, **options: {"": Samples(seconds)})
+        monkeypatch.setattr(Timer, "interleave", lambda *_, **options: {"": Samples(seconds)})
         return regress.main(["--only", "add_layer_norm", *flags])
 
     return run

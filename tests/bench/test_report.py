@@ -6,11 +6,11 @@ import pytest
 
 from bench import goals, records, report, tables
 from bench.cases import cases
-from bench.goals import Goal, judge, seconds
+from bench.goals import Goal, check_goal, seconds
 from fastgpt.errors import UserError
 
 DEVICE = "NVIDIA H200"
-ROOF = {"matmul": 790e12, "copy": 4.3e12}
+PEAKS = {"matmul": 790e12, "copy": 4.3e12}
 COMMON = {
     "device": DEVICE, "on": "cuda", "driver": "580.1", "versions": {"torch": "2.11.0"},
     "commit": "abc", "dirty": False, "settings": {},
@@ -25,7 +25,7 @@ def op_row(implementation, p50, *, run="r1", which="fwd", case="attention/gpt2-1
         "shape": {}, "dtype": "bf16", "pass": which, "implementation": implementation,
         "device_s": spread, "host_s": {**spread, "p50": 3e-5}, "flops": flops, "bytes": size,
         "tflops": flops / p50 / 1e12, "gb_per_s": size / p50 / 1e9, "bound": "matmul",
-        "limit_s": flops / 790e12, "share": flops / 790e12 / p50, "roof": ROOF,
+        "limit_s": flops / 790e12, "share": flops / 790e12 / p50, "roof": PEAKS,
         "peak_bytes": 26_000_000, **own,
     }  # fmt: skip
 
@@ -186,13 +186,13 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-def measure(checkout, *rows):
+def add_run(checkout, *rows):
     local = written(checkout / "local", *rows)
     return local.rename(checkout / "results" / "local")
 
 
 def test_local_records_have_a_page_of_their_own(checkout, capsys):
-    local = measure(checkout, op_row("ours", 0.1e-3))
+    local = add_run(checkout, op_row("ours", 0.1e-3))
     report.main([])
     text = text_in(local / "benchmarks.md")
     assert "| 0.1 (" in line_of(text, "bf16 | ours")
@@ -203,7 +203,7 @@ def test_local_records_have_a_page_of_their_own(checkout, capsys):
 
 
 def test_publishing_moves_them_beside_the_committed_ones(checkout):
-    local = measure(checkout, op_row("ours", 0.1e-3))
+    local = add_run(checkout, op_row("ours", 0.1e-3))
     report.main(["--publish"])
     text = text_in(checkout / "docs" / "benchmarks.md")
     assert "| 0.1 (" in line_of(text, "bf16 | ours")
@@ -213,7 +213,7 @@ def test_publishing_moves_them_beside_the_committed_ones(checkout):
 
 
 def test_what_was_refused_is_not_published(checkout):
-    local = measure(checkout, absent("refused", "ours", "wrong"))
+    local = add_run(checkout, absent("refused", "ours", "wrong"))
     with pytest.raises(UserError, match="is not published: attention/gpt2-124m/bf16: wrong"):
         report.main(["--publish"])
     assert len(records.read()) == len(records.read(local)) == 1
@@ -240,9 +240,9 @@ def test_every_goal_names_a_case_that_is_measured():
 )
 def test_each_kind_of_goal(kind, wanted, value, distance):
     row = op_row("ours", 0.12e-3)
-    verdict = judge(Goal(row["case"], "fwd", "h200", "", kind, wanted, None), [row])
-    assert verdict.value == pytest.approx(value)
-    assert verdict.distance == pytest.approx(value / wanted - 1 if distance is None else distance)
+    result = check_goal(Goal(row["case"], "fwd", "h200", "", kind, wanted, None), [row])
+    assert result.value == pytest.approx(value)
+    assert result.distance == pytest.approx(value / wanted - 1 if distance is None else distance)
     assert seconds(row) == 0.12e-3
 
 

@@ -1,4 +1,4 @@
-"""Benchmark of the training step: contenders in processes of their own, llm.c's output, parts."""
+"""Benchmark of the step: implementations in processes of their own, llm.c's output, parts."""
 
 import multiprocessing
 from contextlib import nullcontext
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench import contenders, parts, records, step, trainers
-from bench.contenders import PLAIN_OPS, TRITON_OPS, Contender, write_text
+from bench import implementations, parts, records, step, trainers
+from bench.implementations import PLAIN_OPS, TRITON_OPS, Implementation, write_text
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
@@ -41,9 +41,9 @@ class GPT(torch.nn.Module):
 """
 
 
-def asked(tmp_path, *contenders_, **options) -> step.StepBench:
+def asked(tmp_path, *implementations_, **options) -> step.StepBench:
     common = {"device": "cpu", "tiny": True, "rounds": 1, "batch": (4,), "out": tmp_path / "out"}
-    return step.StepBench(**{**common, "contenders": contenders_, **options})
+    return step.StepBench(**{**common, "implementations": implementations_, **options})
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_contenders_take_turns_and_one_that_fails_is_named(tmp_path, capfd, one_
     del rows[failed["implementation"]]
     for row in rows.values():
         assert (row["kind"], row["shape"]) == ("step", {"B": 4, "T": 8})
-        assert row["seconds"]["samples"] == contenders.TIMED_STEPS
+        assert row["seconds"]["samples"] == implementations.TIMED_STEPS
         assert row["tok_per_s"] == pytest.approx(32 / row["seconds"]["p50"])
         assert row["peak_bytes"] > 1e7
         assert row["first_step_s"] > 0
@@ -80,7 +80,7 @@ FIGURES = {"seconds": dict.fromkeys(("p20", "p50", "p80"), 1.0), "tok_per_s": 1.
 @pytest.mark.parametrize(
     ("asked_for", "kind", "figures", "message"),
     [
-        (("fastgpt",), "missing", {"reason": "out of memory"}, "no contender took a"),
+        (("fastgpt",), "missing", {"reason": "out of memory"}, "no implementation took a"),
         (("fastgpt", "eager"), "step", FIGURES, "fastgpt took no step"),
         (("eager",), "step", FIGURES, ""),
     ],
@@ -89,7 +89,7 @@ def test_without_a_figure_of_ours_the_command_fails_and_compares_with_nobody(
     tmp_path, monkeypatch, capsys, asked_for, kind, figures, message
 ):
     row = {"case": "step/baby/B=1", "implementation": asked_for[-1], **figures}
-    monkeypatch.setattr(step, "measure", lambda *_: iter([(kind, row)]))
+    monkeypatch.setattr(step, "time_implementations", lambda *_: iter([(kind, row)]))
     with pytest.raises(UserError, match=message) if message else nullcontext():
         step.run(asked(tmp_path, *asked_for))
     assert "1.00x" not in capsys.readouterr().out
@@ -98,13 +98,13 @@ def test_without_a_figure_of_ours_the_command_fails_and_compares_with_nobody(
 
 @pytest.fixture
 def no_process(monkeypatch):
-    monkeypatch.setattr(Contender, "_start", lambda self: None)
-    monkeypatch.setattr(Contender, "stop", lambda self: None)
+    monkeypatch.setattr(Implementation, "_start", lambda self: None)
+    monkeypatch.setattr(Implementation, "stop", lambda self: None)
 
 
 @pytest.fixture
 def script(no_process, monkeypatch):
-    """Replaces the contenders' processes by scripted answers, and records the requests."""
+    """Replaces the implementations' processes by scripted answers, and records the requests."""
     answers = {
         "": {"first_step_s": 9.0},
         "turn": {"device_s": [2.0, 4.0], "host_s": [1.0, 1.0]},
@@ -119,15 +119,15 @@ def script(no_process, monkeypatch):
         self.failed = answer.get("failed", "")
         return {} if self.failed else answer
 
-    monkeypatch.setattr(Contender, "ask", ask)
+    monkeypatch.setattr(Implementation, "ask", ask)
     return SimpleNamespace(answers=answers, asked=asked)
 
 
-PLAN = contenders.Workload(config=RECIPES["gpt2-124m"][1], on="cuda", precision="bf16")
+PLAN = implementations.Benchmark(config=RECIPES["gpt2-124m"][1], on="cuda", precision="bf16")
 
 
 def test_turns_alternate_the_first_does_not_count_and_times_stand_without_parts(script):
-    figures = dict(contenders.take_turns(("A", "B"), PLAN, Path(), rounds=2))["A"]
+    figures = dict(implementations.run_interleaved(("A", "B"), PLAN, Path(), rounds=2))["A"]
     assert script.asked[:8] == ["A", "B", "Bturn", "Aturn", "Aturn", "Bturn", "Bturn", "Aturn"]
     assert (figures["no_parts"], figures["peak_bytes"]) == ("no parts", 5)
     assert figures["all_seconds"] == [2.0, 4.0] * 2
@@ -137,10 +137,10 @@ def test_turns_alternate_the_first_does_not_count_and_times_stand_without_parts(
 def test_of_two_starts_the_second_is_warm_and_without_a_peak_there_are_no_figures(script):
     seconds = iter([9.0, 2.0, 9.0])
     script.answers[""] = lambda _: {"first_step_s": next(seconds)}
-    found = dict(contenders.take_turns(("A",), PLAN, Path(), rounds=1, starts=2))["A"]
+    found = dict(implementations.run_interleaved(("A",), PLAN, Path(), rounds=1, starts=2))["A"]
     assert (found["first_step_s"], found["first_step_warm_s"]) == (9.0, 2.0)
     del script.answers["peak"]
-    found = dict(contenders.take_turns(("A",), PLAN, Path(), rounds=1))
+    found = dict(implementations.run_interleaved(("A",), PLAN, Path(), rounds=1))
     assert found == {"A": {"reason": "no peak"}}
 
 
@@ -151,11 +151,11 @@ def test_a_profiler_that_sees_nothing_is_an_error(monkeypatch):
 
 
 def test_a_process_that_dies_is_noticed(no_process):
-    contender = Contender("eager", None, Path())
-    contender.pipe, there = multiprocessing.Pipe()
+    implementation = Implementation("eager", None, Path())
+    implementation.pipe, there = multiprocessing.Pipe()
     there.close()
-    assert contender.ask("turn") == {}
-    assert "ended early" in contender.failed
+    assert implementation.ask("turn") == {}
+    assert "ended early" in implementation.failed
 
 
 def test_every_op_with_kernels_of_ours_is_asked_to_run_them():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench import timing
-from bench.timing import Timed, Timer, machine_rates, quantiles, roof_of, time_process
+from bench.timing import Timed, Timer, machine_rates, peaks_of, quantiles, time_process
 from fastgpt.errors import UserError
 
 
@@ -54,7 +54,7 @@ def test_rivals_take_turns_in_an_order_that_alternates():
     rivals = {name: Timed(lambda _, name=name: order.append(name)) for name in "AB"}
     timer = Timer("cpu")
     timer._plan = lambda timed: (1, 0.0)
-    samples = timer.turns(rivals, seconds=0, rounds=4)
+    samples = timer.interleave(rivals, seconds=0, rounds=4)
     assert "".join(order) == "ABBAABBA"
     assert {name: len(s.device) for name, s in samples.items()} == {"A": 4, "B": 4}
 
@@ -62,7 +62,7 @@ def test_rivals_take_turns_in_an_order_that_alternates():
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 3), (7.5, 5), (1e9, 100)])
 def test_time_is_kept_to_but_for_three_rounds(clock, seconds, rounds):
     rivals = {"slow": Timed(lambda _: clock.passes(1.5))}
-    samples = Timer("cpu").turns(rivals, seconds=seconds)["slow"]
+    samples = Timer("cpu").interleave(rivals, seconds=seconds)["slow"]
     assert len(samples.device) == len(samples.host) == rounds
     assert samples.device == pytest.approx([1.5] * len(samples.device))
 
@@ -78,7 +78,7 @@ def test_a_copy_counts_what_it_reads_and_what_it_writes(clock, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: clock.passes(0.5))
     rates = machine_rates(Timer("cpu"), ("fp32", "bf16"), seconds=0.0)
     assert rates == {"matmul fp32": 7e9, "matmul bf16": 7e9, "copy": 2 * 2**20 / 0.5}
-    assert roof_of(rates, "bf16") == {"matmul": 7e9, "copy": rates["copy"]}
+    assert peaks_of(rates, "bf16") == {"matmul": 7e9, "copy": rates["copy"]}
 
 
 def test_a_process_that_fails_is_an_error_in_one_line(tmp_path):

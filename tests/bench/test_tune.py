@@ -10,7 +10,7 @@ import torch
 from bench.timing import Samples, Timer
 from bench.tune import __main__ as tune
 from bench.tune import measure as tune_measure
-from bench.tune.__main__ import choose, read, verdict, write
+from bench.tune.__main__ import choose, decision, read, write
 from bench.tune.predict import FIRST_TILE, LATENCY, milliseconds, passes, product_clocks
 from bench.tune.search import Candidate, Slot, bounded, candidates, slots
 from fastgpt.kernels.attention import config as attention_config
@@ -119,7 +119,7 @@ def test_the_shipped_row_stays_within_the_margin(shipped, margin, stays):
     found = [candidate(1.0, num_warps=4), candidate(shipped)]
     assert choose(found, SETTINGS, margin) is found[stays]
     said = "the shipped row stays" if stays else "better than the shipped row: {'BLOCK_M': 128"
-    assert verdict(found[stays], SETTINGS, found).startswith(said)
+    assert decision(found[stays], SETTINGS, found).startswith(said)
 
 
 def test_what_is_wrong_is_never_chosen():
@@ -213,7 +213,7 @@ class Clock(Timer):
         super().__init__("cpu")
         self.milliseconds, self.asked = milliseconds, []
 
-    def turns(self, rivals, *, seconds, rounds=None):
+    def interleave(self, rivals, *, seconds, rounds=None):
         self.asked.append((len(rivals), seconds))
         for timed in rivals.values():
             timed.call(timed.prepare())
@@ -252,7 +252,7 @@ def test_a_wrong_candidate_gets_no_time(small, tmp_path, monkeypatch):
         for n, (M, N) in enumerate([(16, 16), (64, 16), (32, 16), (16, 32)])
     ]
     clock = Clock([3.0, 1.0, 2.0], [4.0, 5.0, 6.0])
-    path = tune_measure.measure(
+    path = tune_measure.time_candidates(
         90, SLOT, tried, tried[-1].settings, 2, 1.0, timer=clock, folder=tmp_path / "machine"
     )
     assert clock.asked == [(2, 1.0)]

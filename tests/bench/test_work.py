@@ -82,20 +82,20 @@ def test_every_case_has_work_for_its_passes():
 
 
 def test_the_limit_is_the_slower_of_the_two():
-    roof = {"matmul": 100.0, "copy": 10.0}
-    assert limit(1000, 10, roof) == (10.0, "matmul")
-    assert limit(1000, 200, roof) == (20.0, "copy")
+    peaks = {"matmul": 100.0, "copy": 10.0}
+    assert limit(1000, 10, peaks) == (10.0, "matmul")
+    assert limit(1000, 200, peaks) == (20.0, "copy")
 
 
 def test_limits_of_a_step_by_hand():
-    roof = {"matmul": 1e15, "copy": 1e13}
+    peaks = {"matmul": 1e15, "copy": 1e13}
     tokens = 16 * 1024
-    found = limits(RECIPES["gpt2-124m"][1].model, tokens, 2, roof)
+    found = limits(RECIPES["gpt2-124m"][1].model, tokens, 2, peaks)
     assert found["GEMM"] == pytest.approx(1e3 * 6 * 123_568_128 * tokens / 1e15)
     assert found["attention"] == pytest.approx(1e3 * 12 * 3.5 * 25_769_803_776 / 1e15)
     rows = tokens * 768 * 2
     assert found["norm"] == pytest.approx(1e3 * (24 * 8 + 5) * rows / 1e13)
     assert found["loss"] == pytest.approx(1e3 * 2 * tokens * 50304 * 2 / 1e13)
     assert found["host gap"] == found["data wait"] == found["other"] == 0
-    gated = limits(ModelConfig(activation="swiglu", vocab_size=50_257), tokens, 2, roof)
+    gated = limits(ModelConfig(activation="swiglu", vocab_size=50_257), tokens, 2, peaks)
     assert gated["GEMM"] == pytest.approx(found["GEMM"], rel=0.01)

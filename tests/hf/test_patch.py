@@ -251,14 +251,14 @@ def test_what_cannot_be_done_is_one_clear_error(monkeypatch):
 
 
 def test_only_what_is_correct_and_faster_is_patched(monkeypatch):
-    verdicts = {
+    results = {
         "attention": {"chosen": "triton", "complaints": [], "milliseconds": {"triton": 1.5}},
         "norm": {"chosen": "torch", "complaints": ["output 0 is off"], "milliseconds": {}},
         "activation": {"chosen": "torch", "complaints": [], "milliseconds": {"torch": 1.0}},
         "loss": {"chosen": "chunked", "complaints": [], "milliseconds": {"chunked": 2.0}},
     }
     monkeypatch.setattr("fastgpt.hf.patching.INTERPRETING", False)
-    monkeypatch.setattr(choose, "remembered_or_tried", lambda *_: verdicts)
+    monkeypatch.setattr(choose, "remembered_or_tried", lambda *_: results)
     model = theirs("gpt2")
     report = patch(model)
     assert str(report).splitlines() == [

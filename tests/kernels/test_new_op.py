@@ -128,8 +128,8 @@ def test_errors_keep_the_rule_at_every_problem(device):
 def test_the_bench_judges_it_and_counts_its_bytes(device):
     case = cases.Case(DOUBLE, "typical", DOUBLE.problems["typical"], "fp32", {})
     assert case.work()["both"] == (0, 4 * 15 * 24 * 4)
-    judge = measure.Judge(case, device)
-    assert judge.complaints(case.implementations["ours"](device))[0] == []
+    checker = measure.Checker(case, device)
+    assert checker.complaints(case.implementations["ours"](device))[0] == []
 
 
 def test_its_forms_are_recorded_as_they_would_be_launched():

@@ -133,10 +133,10 @@ def test_our_kernels_pass_the_trial_that_auto_asks_for(precision, monkeypatch, t
     model = ModelConfig(num_layers=1, vocab_size=50_257, position="rotary")
     said = []
     sizes = Sizes(model, 4, precision, True)
-    _, verdicts = choose.choose(OpsConfig(), sizes, "cuda", said.append)
-    assert verdicts.keys() == TRIALS.keys()
-    for verdict in verdicts.values():
-        assert verdict["complaints"] == []
-        assert len(verdict["milliseconds"]) >= 2
+    _, results = choose.choose(OpsConfig(), sizes, "cuda", said.append)
+    assert results.keys() == TRIALS.keys()
+    for result in results.values():
+        assert result["complaints"] == []
+        assert len(result["milliseconds"]) >= 2
     [line] = said
     assert "once" in line

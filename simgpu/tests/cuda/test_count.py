@@ -8,17 +8,18 @@ COUNT = """
 import json, sys
 from dataclasses import replace
 from pathlib import Path
-from bench import count, contenders
+from bench import count, implementations
 from bench.step import StepBench, base_config
 
 folder, compiled, *sizes = sys.argv[1:]
 config = base_config(StepBench(recipe="gpt2-124m", compile=compiled), "cuda", Path(folder, "text"))
 model = replace(config.model, vocab_size=260, dim=64, num_heads=4)
-contenders.write_text(Path(folder, "text"), 260, 5000)
-workload = contenders.Workload(config=replace(config, model=model), on="cuda", precision="bf16")
+implementations.write_text(Path(folder, "text"), 260, 5000)
+config = replace(config, model=model)
+benchmark = implementations.Benchmark(config=config, on="cuda", precision="bf16")
 for size in sizes:
     layers, batch = map(int, size.split("x"))
-    small = count.small(workload, layers, batch)
+    small = count.small(benchmark, layers, batch)
     print("RESULT", json.dumps(count.count("fastgpt triton", small, 16 * 1024, 3)))
 """
 

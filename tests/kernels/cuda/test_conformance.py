@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.cases import cases
-from bench.measure import Judge
+from bench.measure import Checker
 from fastgpt.kernels.specs import SPECS
 from tests.kernels.conformance import apart, careful, run, structural
 from tests.kernels.cuda.proof import (
@@ -73,7 +73,7 @@ def typical(name):
 def test_errors_keep_the_rule_beside_pytorchs_own(case):
     case = replace(case, shape=fitting(case.shape))
     with launches(*case.spec.launches(case.shape)):
-        wrong, _ = Judge(case, "cuda").complaints(case.implementations["ours"]("cuda"))
+        wrong, _ = Checker(case, "cuda").complaints(case.implementations["ours"]("cuda"))
     assert wrong == []
 
 

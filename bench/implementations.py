@@ -1,7 +1,7 @@
 """Runs the trainers that the step benchmark compares, each in a process of its own, in turns.
 
-A process builds its contender, takes a first step, and then follows commands: take steps, report
-its memory, break a step into parts. All get the same number of random tokens of the same
+A process builds its implementation, takes a first step, and then follows commands: take steps,
+report its memory, break a step into parts. All get the same number of random tokens of the same
 vocabulary, so that no embedding row is warmer than it would be in training.
 """
 
@@ -37,7 +37,7 @@ WARM_STEPS, TIMED_STEPS = 2, 3
 TINY: dict[str, Any] = {"num_layers": 1, "num_heads": 1, "dim": 16, "context": 8}
 """Model sizes of a trial run: Triton's interpreter takes seconds for a larger model's step."""
 PATIENCE = 5
-"""Number of attempts at the first step if other contenders leave too little GPU memory."""
+"""Number of attempts at the first step if other implementations leave too little GPU memory."""
 START_S = 600
 """Seconds that a process may take to build and compile."""
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -49,8 +49,8 @@ SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """Settings of the training step that all contenders run; picklable, to be sent to processes."""
+class Benchmark:
+    """Settings of the step that all implementations run; picklable, to be sent to processes."""
 
     config: Config
     on: str
@@ -64,11 +64,11 @@ class Workload:
     def tokens(self) -> int:
         return self.config.train.batch_tokens
 
-    def with_wide_residual(self) -> "Workload":
+    def with_wide_residual(self) -> "Benchmark":
         train = replace(self.config.train, residual="fp32")
         return replace(self, config=replace(self.config, train=train))
 
-    def in_fp32(self) -> "Workload":
+    def in_fp32(self) -> "Benchmark":
         train = replace(self.config.train, precision="fp32")
         return replace(self, precision="fp32", config=replace(self.config, train=train))
 
@@ -83,16 +83,16 @@ def write_text(path: Path, vocab: int, tokens: int) -> None:
     path.write_text("".join(letters) + "".join(letters[i] for i in drawn), encoding="utf-8")
 
 
-# --- the contenders: a workload -> (a step, facts for the record) ---------------------------------
+# --- the implementations: a benchmark -> (a step, facts for the record) ---------------------------
 
 Built = tuple[Callable[[], None], dict[str, Any]]
 
 
-def _random_batches(workload: Workload) -> Callable[[], tuple[Tensor, Tensor]]:
-    vocab = workload.config.model.vocab_size
+def _random_batches(benchmark: Benchmark) -> Callable[[], tuple[Tensor, Tensor]]:
+    vocab = benchmark.config.model.vocab_size
     assert vocab is not None
-    shape = (2, workload.config.global_batch, workload.config.model.context)
-    x, y = torch.randint(vocab, shape, device=workload.on)
+    shape = (2, benchmark.config.global_batch, benchmark.config.model.context)
+    x, y = torch.randint(vocab, shape, device=benchmark.on)
     return lambda: (x, y)
 
 
@@ -106,8 +106,8 @@ def expect_gpt2(model: ModelConfig) -> None:
         raise UserError(f"the network differs from GPT-2's in {', '.join(others)}")
 
 
-def _fastgpt(workload: Workload, ops: OpsConfig) -> Built:
-    config = replace(workload.config, ops=ops)
+def _fastgpt(benchmark: Benchmark, ops: OpsConfig) -> Built:
+    config = replace(benchmark.config, ops=ops)
     # not rehearsed, which beside the first steps of others would halve the batch
     engine = Engine(config, warn=lambda _: None, rehearse=False)
 
@@ -120,15 +120,16 @@ def _fastgpt(workload: Workload, ops: OpsConfig) -> Built:
         "trials": engine.trials,
         "compile": engine.compiled,
         "optimizer": config.optim.kind,
-        "precision": workload.precision,
+        "precision": benchmark.precision,
     }
 
 
-def _every_op(*wanted: str) -> OpsConfig:
+def _every_op(*preferred: str) -> OpsConfig:
     """Builds options that give each op the first of these names that it accepts."""
     kinds = {field.name: get_args(field.type) for field in fields(OpsConfig)}
     names: dict[str, Any] = {
-        op: next(name for name in (*wanted, "auto") if name in kind) for op, kind in kinds.items()
+        op: next(name for name in (*preferred, "auto") if name in kind)
+        for op, kind in kinds.items()
     }
     return OpsConfig(**names)
 
@@ -139,48 +140,52 @@ PLAIN_OPS = _every_op("torch")
 """Options that select PyTorch's own implementation of every op."""
 
 
-def _reference(workload: Workload, *, compiled: bool) -> Built:
-    expect_gpt2(workload.config.model)
-    batches = _random_batches(workload)
-    step = plain_step(workload.config, workload.on, workload.precision, batches, compiled=compiled)
-    return step, {"compile": compiled, "optimizer": "adamw", "precision": workload.precision}
+def _reference(benchmark: Benchmark, *, compiled: bool) -> Built:
+    expect_gpt2(benchmark.config.model)
+    batches = _random_batches(benchmark)
+    step = plain_step(
+        benchmark.config, benchmark.on, benchmark.precision, batches, compiled=compiled
+    )
+    return step, {"compile": compiled, "optimizer": "adamw", "precision": benchmark.precision}
 
 
-def _nanogpt(workload: Workload) -> Built:
-    assert workload.nanogpt is not None
-    expect_gpt2(workload.config.model)
-    batches = _random_batches(workload)
-    step = nanogpt_step(workload.config, workload.nanogpt, workload.on, workload.precision, batches)
+def _nanogpt(benchmark: Benchmark) -> Built:
+    assert benchmark.nanogpt is not None
+    expect_gpt2(benchmark.config.model)
+    batches = _random_batches(benchmark)
+    step = nanogpt_step(
+        benchmark.config, benchmark.nanogpt, benchmark.on, benchmark.precision, batches
+    )
     return step, {
-        "compile": workload.on == "cuda",
+        "compile": benchmark.on == "cuda",
         "optimizer": "adamw",
-        "precision": workload.precision,
+        "precision": benchmark.precision,
     }
 
 
-def _nanochat(workload: Workload) -> Built:
-    assert workload.nanochat is not None
-    batches = _random_batches(workload)
-    step = nanochat_step(workload.config, workload.nanochat, workload.on, batches)
-    return step, {"compile": True, "optimizer": "adamw", "precision": workload.precision}
+def _nanochat(benchmark: Benchmark) -> Built:
+    assert benchmark.nanochat is not None
+    batches = _random_batches(benchmark)
+    step = nanochat_step(benchmark.config, benchmark.nanochat, benchmark.on, batches)
+    return step, {"compile": True, "optimizer": "adamw", "precision": benchmark.precision}
 
 
-CONTENDERS: dict[str, Callable[[Workload], Built]] = {
-    "fastgpt": lambda workload: _fastgpt(workload, workload.config.ops),
-    "fastgpt fp32": lambda workload: _fastgpt(workload.in_fp32(), workload.config.ops),
-    "fastgpt triton": lambda workload: _fastgpt(workload, TRITON_OPS),
-    "fastgpt triton, fp32 residual": lambda workload: _fastgpt(
-        workload.with_wide_residual(), TRITON_OPS
+IMPLEMENTATIONS: dict[str, Callable[[Benchmark], Built]] = {
+    "fastgpt": lambda benchmark: _fastgpt(benchmark, benchmark.config.ops),
+    "fastgpt fp32": lambda benchmark: _fastgpt(benchmark.in_fp32(), benchmark.config.ops),
+    "fastgpt triton": lambda benchmark: _fastgpt(benchmark, TRITON_OPS),
+    "fastgpt triton, fp32 residual": lambda benchmark: _fastgpt(
+        benchmark.with_wide_residual(), TRITON_OPS
     ),
-    "eager": lambda workload: _reference(workload, compiled=False),
-    "compiled": lambda workload: _reference(workload, compiled=True),
+    "eager": lambda benchmark: _reference(benchmark, compiled=False),
+    "compiled": lambda benchmark: _reference(benchmark, compiled=True),
     "nanogpt": _nanogpt,
     "nanochat": _nanochat,
-    "nanogpt fp32": lambda workload: _nanogpt(workload.in_fp32()),
+    "nanogpt fp32": lambda benchmark: _nanogpt(benchmark.in_fp32()),
 }
 
 
-# --- in the contender's process -------------------------------------------------------------------
+# --- in the implementation's process --------------------------------------------------------------
 
 
 def _synchronize(on: str) -> None:
@@ -189,7 +194,7 @@ def _synchronize(on: str) -> None:
 
 
 def _first_step(step: Callable[[], None], on: str) -> None:
-    """Takes the first step; retries while other contenders that are starting take up the memory."""
+    """Takes the first step; retries while other implementations that start fill the memory."""
     for attempt in range(PATIENCE):
         try:
             step()
@@ -212,7 +217,7 @@ def _turn(step: Callable[[], None], on: str) -> dict[str, Any]:
         _synchronize(on)
         device_s.append(time.perf_counter() - start)
     if on == "cuda":
-        torch.cuda.empty_cache()  # for the next contender's turn; weights and moments stay
+        torch.cuda.empty_cache()  # for the next implementation's turn; weights and moments stay
     return {"device_s": device_s[WARM_STEPS:], "host_s": host_s[WARM_STEPS:]}
 
 
@@ -222,32 +227,32 @@ def _peak(on: str) -> int | None:
     return resident_peak() if Path("/proc/self/status").exists() else None
 
 
-def _trace(name: str, workload: Workload) -> Path | None:
-    if workload.traces is None or not name.startswith("fastgpt"):
+def _trace(name: str, benchmark: Benchmark) -> Path | None:
+    if benchmark.traces is None or not name.startswith("fastgpt"):
         return None
-    return workload.traces / f"{slug(name)}-{workload.config.global_batch}.trace.json.gz"
+    return benchmark.traces / f"{slug(name)}-{benchmark.config.global_batch}.trace.json.gz"
 
 
-def serve(pipe: Connection, name: str, workload: Workload) -> None:
-    """Builds the contender and answers commands until it is told to stop."""
-    if workload.on == "cpu" and not name.startswith("nanogpt"):
+def serve(pipe: Connection, name: str, benchmark: Benchmark) -> None:
+    """Builds the implementation and answers commands until it is told to stop."""
+    if benchmark.on == "cpu" and not name.startswith("nanogpt"):
         cpu.keep_freed_memory()
     try:
         torch.manual_seed(0)
         start = time.perf_counter()
-        step, facts = CONTENDERS[name](workload)
-        _first_step(step, workload.on)
+        step, facts = IMPLEMENTATIONS[name](benchmark)
+        _first_step(step, benchmark.on)
         first = time.perf_counter() - start
-        if workload.on == "cuda":
+        if benchmark.on == "cuda":
             torch.cuda.empty_cache()
         pipe.send({**facts, "first_step_s": first})
         while word := pipe.recv():
             if word == "turn":
-                pipe.send(_turn(step, workload.on))
+                pipe.send(_turn(step, benchmark.on))
             elif word == "peak":
-                pipe.send({"peak_bytes": _peak(workload.on)})
+                pipe.send({"peak_bytes": _peak(benchmark.on)})
             else:
-                pipe.send(parts.profile(step, workload.on, _trace(name, workload)))
+                pipe.send(parts.profile(step, benchmark.on, _trace(name, benchmark)))
     except torch.OutOfMemoryError:
         pipe.send({"failed": "out of memory"})
     except UserError as error:
@@ -260,16 +265,16 @@ def serve(pipe: Connection, name: str, workload: Workload) -> None:
 # --- taking turns ---------------------------------------------------------------------------------
 
 
-class Contender:
-    """A process that runs one contender; `failed` is the reason why it cannot go on, or empty.
+class Implementation:
+    """A process that runs one implementation; `failed` is the reason why it cannot go on, or empty.
 
     Args:
-        name: a key of CONTENDERS.
+        name: a key of IMPLEMENTATIONS.
         caches: folder for the caches of torch.compile and Triton; an empty one makes a cold start.
     """
 
-    def __init__(self, name: str, workload: Workload, caches: Path) -> None:
-        self.name, self.workload, self.failed = name, workload, ""
+    def __init__(self, name: str, benchmark: Benchmark, caches: Path) -> None:
+        self.name, self.benchmark, self.failed = name, benchmark, ""
         self.caches = {key: str(caches / folder) for key, folder in CACHES.items()}
         self.facts: dict[str, Any] = {}
         self.seconds: dict[str, list[float]] = {"device_s": [], "host_s": []}
@@ -279,7 +284,7 @@ class Contender:
         spawn = multiprocessing.get_context("spawn")
         self.pipe, there = spawn.Pipe()
         self.process = spawn.Process(
-            target=serve, args=(there, self.name, self.workload), daemon=True
+            target=serve, args=(there, self.name, self.benchmark), daemon=True
         )
         with mock.patch.dict(os.environ, self.caches):
             self.process.start()
@@ -290,7 +295,7 @@ class Contender:
 
         Without a request it returns the report of the first step.
 
-        The answer is empty if the contender has failed, now or before.
+        The answer is empty if the implementation has failed, now or before.
         """
         if self.failed:
             return {}
@@ -324,7 +329,7 @@ class Contender:
             seconds += took.get(clock, []) if counts else []
 
     def figures(self) -> dict[str, Any]:
-        """Returns the contender's figures, or why it has none.
+        """Returns the implementation's figures, or why it has none.
 
         If only the breakdown into parts fails, the other figures are kept.
         """
@@ -347,38 +352,38 @@ class Contender:
             self.process.join()
 
 
-def take_turns(
+def run_interleaved(
     names: tuple[str, ...],
-    workload: Workload,
+    benchmark: Benchmark,
     caches: Path,
     *,
     rounds: int,
     starts: int = 1,
     parallel_start: bool = False,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (name, figures) of each contender, or (name, {"reason": why it has none}).
+    """Yields (name, figures) of each implementation, or (name, {"reason": why it has none}).
 
     Args:
-        names: keys of CONTENDERS.
+        names: keys of IMPLEMENTATIONS.
         caches: folder for the code that they compile.
         rounds: number of timed rounds, after one that is not timed.
-        starts: 2 starts each contender a second time, with its caches filled.
-        parallel_start: start all contenders at once.
+        starts: 2 starts each implementation a second time, with its caches filled.
+        parallel_start: start all implementations at once.
     """
-    contenders: list[Contender] = []
+    implementations: list[Implementation] = []
     try:
         for name in names:
-            folder = caches / name.replace(" ", "-") / str(workload.config.global_batch)
-            contenders.append(Contender(name, workload, folder))
+            folder = caches / name.replace(" ", "-") / str(benchmark.config.global_batch)
+            implementations.append(Implementation(name, benchmark, folder))
             if not parallel_start:
-                contenders[-1].begin(starts)
-        for contender in contenders if parallel_start else ():
-            contender.begin()
+                implementations[-1].begin(starts)
+        for implementation in implementations if parallel_start else ():
+            implementation.begin()
         for turn in range(rounds + 1):
-            for contender in contenders[:: 1 if turn % 2 else -1]:
-                contender.turn(counts=turn > 0)
-        for contender in contenders:
-            yield contender.name, contender.figures()
+            for implementation in implementations[:: 1 if turn % 2 else -1]:
+                implementation.turn(counts=turn > 0)
+        for implementation in implementations:
+            yield implementation.name, implementation.figures()
     finally:
-        for contender in contenders:
-            contender.stop()
+        for implementation in implementations:
+            implementation.stop()
