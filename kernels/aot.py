@@ -32,7 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .proof.compile import Config, Row, collect, compile_all, fingerprint
+from .proof.compile import CompileResult, Config, collect, compile_all, fingerprint
 from .proof.sass import DEVICES, UNITS, ceiling
 from .runtime import INTERPRETING, family
 from .specs import VARIANTS
@@ -51,15 +51,15 @@ stage spills (with Triton 3.6 or 3.7), does not fit, or leaves room for one bloc
 BUDGET = Path(__file__).parent / "proof" / "budget.json"
 
 
-# --- judge ----------------------------------------------------------------------------------------
+# --- check ----------------------------------------------------------------------------------------
 
 
 Budget = dict[str, list[Any]]
-"""Recorded resource use of each kernel variant, by `Row.key`: [registers per thread, bytes of
-shared memory, instructions, hash of the compiler's input]."""
+"""Recorded resource use of each kernel variant, by `key`: [registers per thread, bytes of shared
+memory, instructions, hash of the compiler's input]."""
 
 
-def judge(row: Row, budget: Budget) -> list[str]:
+def check_budget(row: CompileResult, budget: Budget) -> list[str]:
     """Lists what is wrong with a compiled variant: errors, spills, more resources than recorded."""
     if row.error:
         return [f"does not compile: {row.error}"]
@@ -95,7 +95,7 @@ def read_budgets(path: Path) -> dict[str, dict[str, Budget]]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def record(rows: Iterable[Row], path: Path) -> None:
+def record(rows: Iterable[CompileResult], path: Path) -> None:
     """Writes the resources that `rows` use into the file of budgets; other keys stay."""
     budgets = read_budgets(path)
     mine = budgets.setdefault(triton_minor(), {})
@@ -117,7 +117,7 @@ def record(rows: Iterable[Row], path: Path) -> None:
 # --- command --------------------------------------------------------------------------------------
 
 
-def table(rows: Iterable[Row]) -> str:
+def table(rows: Iterable[CompileResult]) -> str:
     lines: list[tuple[str, ...]] = [
         ("kernel", "arch", "configuration", "warps", "stages", "regs", "spilled", "shared", "mma")
     ]
@@ -133,7 +133,7 @@ def aligned(lines: list[tuple[str, ...]]) -> str:
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths)).rstrip() for line in lines)
 
 
-def static_table(rows: Iterable[Row]) -> str:
+def static_table(rows: Iterable[CompileResult]) -> str:
     """Formats a table of innermost loops: a warp's instructions per iteration, and the speed."""
     units = (*UNITS, "alu", "uniform")
     lines = [("kernel", "arch", "configuration", "loop", *units,
@@ -152,7 +152,7 @@ def static_table(rows: Iterable[Row]) -> str:
     return f"{aligned(lines)}\n{', '.join(stated)}"
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.aot",
         usage="%(prog)s [--FLAG VALUE ...]",
@@ -195,7 +195,7 @@ def changed(config: Config, recorded: dict[str, Budget]) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args = parse_args(argv)
     if INTERPRETING:
         print("kernels.aot: unset TRITON_INTERPRET, because the interpreter compiles nothing")
         return 2
@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
         record(rows, args.budget)
     budget = read_budgets(args.budget).get(triton_minor(), {})
     for row in rows:
-        row.problems = judge(row, budget.get(str(row.arch), {}))
+        row.problems = check_budget(row, budget.get(str(row.arch), {}))
     print(table(rows))
     if args.static:
         print(f"\n{static_table(rows)}\n")

@@ -179,10 +179,10 @@ def attention_invariant(
         highest = torch.maximum(before, scores.amax(2, keepdim=True))
         # a query that has seen no key yet: -inf - -inf is NaN
         safe = highest.masked_fill(highest == -math.inf, 0.0)
-        weights, kept = torch.exp(scores - safe), torch.exp(before - safe)
-        total[:, low:high] = total[:, low:high] * kept + weights.sum(2, keepdim=True)
+        weights, rescale = torch.exp(scores - safe), torch.exp(before - safe)
+        total[:, low:high] = total[:, low:high] * rescale + weights.sum(2, keepdim=True)
         found = products(weights, values.reshape(B * K, block, D))
-        out[:, low:high] = out[:, low:high] * kept + found
+        out[:, low:high] = out[:, low:high] * rescale + found
         top[:, low:high] = highest
     out = out / total.masked_fill(total == 0.0, 1.0)
     return out.view(B, K, Tq, group, D).transpose(1, 2).reshape(B, Tq, H, D)

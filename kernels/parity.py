@@ -100,9 +100,9 @@ def outputs_and_gradients(
     if draw is None:
         return named
     upstream = [draw(i, y).to(y.dtype) for i, y in enumerate(outputs)]
-    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-    gradients = torch.autograd.grad(outputs, list(wanted.values()), upstream)
-    of_inputs = zip(wanted, gradients, strict=True)
+    differentiable = {name: x for name, x in leaves.items() if x.requires_grad}
+    gradients = torch.autograd.grad(outputs, list(differentiable.values()), upstream)
+    of_inputs = zip(differentiable, gradients, strict=True)
     return named | {f"gradient of {name}": dx for name, dx in of_inputs}
 
 

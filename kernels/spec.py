@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .parity import TERMS, faults
-from .proof.compile import Case
+from .proof.compile import Variant
 
 Problem = Mapping[str, Any]
 Work = dict[str, tuple[float, float]]
@@ -39,7 +39,7 @@ def no_products(problem: Problem) -> dict[str, int]:
     return {}
 
 
-def whole(name: str, x: Tensor) -> Tensor:
+def full_tensor(name: str, x: Tensor) -> Tensor:
     return x
 
 
@@ -82,7 +82,7 @@ class Spec:
     """Function that makes the keyword arguments of a problem, which get no gradient."""
     launches: Callable[[Problem], tuple[str, ...]]
     """Function that names the kernels which forward and backward of a problem launch."""
-    variants: Callable[[int], Iterator[Case]]
+    variants: Callable[[int], Iterator[Variant]]
     """Function that yields the kernel variants that ship for an architecture."""
     work: Callable[[Problem, int], Work]
     """Function that counts the op's minimal FLOPs and bytes, given the bytes of an element."""
@@ -118,7 +118,7 @@ class Spec:
     """Function that the model calls on a CPU instead of `op`, if another is faster there."""
     overwritten: str = ""
     """Input that `op` overwrites with its gradient, if its option `inplace_grad` is set."""
-    probe: Callable[[str, Tensor], Tensor] = whole
+    probe: Callable[[str, Tensor], Tensor] = full_tensor
     """Function that picks the part of a tensor to check, where checking all takes too much memory.
 
     The part is itself a whole problem. Called as probe("q" or "output 0", tensor).

@@ -160,11 +160,11 @@ def _result(old: Report, new: Report) -> Iterator[tuple[str, str, bool]]:
 # --- run ------------------------------------------------------------------------------------------
 
 
-def installed_into(folder: Path, wanted: str) -> Path:
+def installed_into(folder: Path, release: str) -> Path:
     """Returns the folder of a version of Triton, which pip downloads unless it is there."""
-    target = folder / f"triton-{wanted}"
+    target = folder / f"triton-{release}"
     if not (target / "triton" / "__init__.py").exists():
-        exact = wanted if wanted.count(".") > 1 else f"{wanted}.*"
+        exact = release if release.count(".") > 1 else f"{release}.*"
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
         print(f"installing triton=={exact} into {target}", flush=True)
         if subprocess.run([*pip, f"triton=={exact}"]).returncode:
@@ -172,16 +172,16 @@ def installed_into(folder: Path, wanted: str) -> Path:
     return target
 
 
-def report_of(wanted: str, args: argparse.Namespace) -> Report:
+def report_of(release: str, args: argparse.Namespace) -> Report:
     """Runs the census with a version of Triton, or reads the one that was named."""
-    if wanted.endswith(".json"):
-        if not Path(wanted).is_file():
+    if release.endswith(".json"):
+        if not Path(release).is_file():
             raise BadUsageError(
-                f"{wanted} does not exist: expected a report of kernels.proof.census"
+                f"{release} does not exist: expected a report of kernels.proof.census"
             )
-        return json.loads(Path(wanted).read_text(encoding="utf-8"))
-    target = installed_into(args.folder, wanted).resolve()
-    out = (args.folder / f"{wanted}{'-brief' * args.brief}.json").resolve()
+        return json.loads(Path(release).read_text(encoding="utf-8"))
+    target = installed_into(args.folder, release).resolve()
+    out = (args.folder / f"{release}{'-brief' * args.brief}.json").resolve()
     out.unlink(missing_ok=True)
     paths = [str(target), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -190,10 +190,10 @@ def report_of(wanted: str, args: argparse.Namespace) -> Report:
     for name in ("arch", "op", "modules", "problems"):
         if values := getattr(args, name):
             asked += [f"--{name}", *map(str, values if isinstance(values, list) else [values])]
-    print(f"Triton {wanted}", flush=True)
+    print(f"Triton {release}", flush=True)
     command = [sys.executable, "-m", "fastgpt.kernels.proof.census", *asked]
     if subprocess.run(command, env=environment).returncode or not out.exists():
-        raise BadUsageError(f"the kernels do not run with Triton {wanted}: see above")
+        raise BadUsageError(f"the kernels do not run with Triton {release}: see above")
     return json.loads(out.read_text(encoding="utf-8"))
 
 
@@ -213,7 +213,7 @@ def summary(old: Report, new: Report, found: list[Finding]) -> dict[str, Any]:
     }
 
 
-def verdict(record: Mapping[str, Any]) -> str:
+def summary_line(record: Mapping[str, Any]) -> str:
     """Returns "yes" or "no" with the reason, of a comparison's `summary`."""
     if worse := len(record["worse"]):
         return f"no, {worse} {'is' if worse == 1 else 'are'} worse"
@@ -227,7 +227,7 @@ def page(records: Mapping[str, Any]) -> str:
     lines = [HEAD.rstrip()]
     for pair, record in records.items():
         lines += ["", f"## {pair}", ""]
-        said = f"**Upgrade? {verdict(record)[0].upper()}{verdict(record)[1:]}.**"
+        said = f"**Upgrade? {summary_line(record)[0].upper()}{summary_line(record)[1:]}.**"
         lines += [f"{said} {record['forms']} forms compiled, {record['results']} problems executed "
                   f"on a CPU ({', '.join(record['archs'])}).", ""]  # fmt: skip
         lines += ["| | differ | worse |", "|---|---|---|"]
@@ -265,7 +265,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     cache = Path(os.environ.get("FASTGPT_CACHE", "~/.cache/fastgpt")).expanduser()
     parser = argparse.ArgumentParser(
         prog="python -m kernels.upgrade",
@@ -289,7 +289,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args = parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     try:
         if args.record and not PAGE.parent.is_dir():
@@ -308,7 +308,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{'WORSE ' if f.worse else ''}{f.form}: {f.kind}: {f.text}")
     print(aligned(lines))
     pair = f"{old['triton']} to {new['triton']}"
-    print(f"upgrade Triton {pair}? {verdict(record)}")
+    print(f"upgrade Triton {pair}? {summary_line(record)}")
     if args.record:
         save(pair, record)
     return 1 if record["worse"] else 0

@@ -237,7 +237,7 @@ class Copy:
         return by
 
 
-def judge(mutant: Mutant, at: Mutant | None, copy: Copy) -> dict[str, Any]:
+def run_mutant(mutant: Mutant, at: Mutant | None, copy: Copy) -> dict[str, Any]:
     """Tests a mutant: first by the tests of its module, then by the whole suite."""
     by, start = None, time.monotonic()
     if at:
@@ -273,7 +273,7 @@ def main() -> None:
         found = find(copy.root)
         for mutant in plan:
             if mutant.id() not in results:
-                results[mutant.id()] = facts = judge(mutant, locate(mutant, found), copy)
+                results[mutant.id()] = facts = run_mutant(mutant, locate(mutant, found), copy)
                 print(json.dumps(facts), flush=True)
                 if args.json:
                     args.json.write_text(json.dumps(results, indent=1))

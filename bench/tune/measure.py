@@ -23,7 +23,7 @@ from fastgpt.kernels.attention.backward import attention_bwd
 from fastgpt.kernels.attention.config import trying
 from fastgpt.kernels.attention.forward import attention_fwd
 from fastgpt.kernels.attention.op import attention, document_spans
-from fastgpt.kernels.attention.plain import Options
+from fastgpt.kernels.attention.plain import AttentionOptions
 from fastgpt.kernels.attention.spec import ATTENTION, DROPOUT, GROUP, SHAPES, STEPS, WINDOW
 from fastgpt.kernels.checks import padded
 from fastgpt.kernels.runtime import Launch, recording
@@ -87,7 +87,9 @@ def launches(
     q, k, v = made["qkv"]
     seed = torch.full((1,), 5, dtype=torch.int64, device=device) if made["dropout_p"] else None
     spans = document_spans(made["doc_ids"])
-    options = Options(*spans, seed, None, made["causal"], made["window"], made["dropout_p"])
+    options = AttentionOptions(
+        *spans, seed, None, made["causal"], made["window"], made["dropout_p"]
+    )
     out, lse = attention_fwd(q, k, v, options)
     dout = torch.randn_like(out)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))

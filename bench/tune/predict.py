@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastgpt.kernels.attention.spec import SHAPES, STEPS, WINDOW
-from fastgpt.kernels.proof.compile import Row
+from fastgpt.kernels.proof.compile import CompileResult
 from fastgpt.kernels.proof.sass import ISSUE, ceiling, device_of
 from fastgpt.kernels.runtime import family
 
@@ -74,7 +74,7 @@ def product_clocks(arch: int, step: str, M: int, N: int, D: int) -> float:
     return clocks
 
 
-def milliseconds(row: Row, meta: dict[str, Any], bits: int) -> float | None:
+def milliseconds(row: CompileResult, meta: dict[str, Any], bits: int) -> float | None:
     """Predicts the time at `kernels.attention.spec.SHAPES`; None without figures or loops.
 
     Args:

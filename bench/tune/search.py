@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from bench.tune.predict import milliseconds
-from fastgpt.kernels.aot import judge
+from fastgpt.kernels.aot import check_budget
 from fastgpt.kernels.attention.config import trying
-from fastgpt.kernels.attention.spec import MASKS, STEPS, case
-from fastgpt.kernels.proof.compile import Config, Row, compile_all
+from fastgpt.kernels.attention.spec import MASKS, STEPS, variant
+from fastgpt.kernels.proof.compile import CompileResult, Config, compile_all
 from fastgpt.kernels.proof.sass import ceiling
 from fastgpt.kernels.runtime import recording
 
@@ -71,7 +71,7 @@ class Candidate:
     """A candidate configuration (block sizes, warps, stages), with its times and problems."""
 
     settings: TileConfig
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CompileResult] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     predicted: float = 0.0
     """Predicted milliseconds of the kernel variant that ranks the candidate."""
@@ -109,7 +109,7 @@ def configs(arch: int, slot: Slot, settings: TileConfig) -> list[Config]:
     found = []
     for D, masks in slot.forms():
         with trying(slot.step, settings):
-            compiled = case(arch, D, dtype, masks)
+            compiled = variant(arch, D, dtype, masks)
             with recording(arch) as launches:
                 compiled.run()
         (launch,) = [x for x in launches if x.kernel.__name__ == kernel]
@@ -122,7 +122,7 @@ def _compile(found: list[Candidate], forms: slice, jobs: int | None, tick: Tick)
     pairs = [(x, config) for x in found for config in x.configs[forms]]
     for (x, _), row in zip(pairs, compile_all((config for _, config in pairs), jobs)):
         x.rows.append(row)
-        x.problems += judge(row, {})
+        x.problems += check_budget(row, {})
         tick()
 
 

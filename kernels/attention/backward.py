@@ -43,7 +43,7 @@ from .forward import (
     together_in_cache,
     visible,
 )
-from .plain import Options
+from .plain import AttentionOptions
 
 
 @triton.jit
@@ -232,7 +232,7 @@ def _attention_bwd_dkv_kernel(
 # --- launch ---------------------------------------------------------------------------------------
 
 
-def parts_shapes(q: Tensor, k: Tensor, options: Options) -> list[tuple[int, int]]:
+def parts_shapes(q: Tensor, k: Tensor, options: AttentionOptions) -> list[tuple[int, int]]:
     """Returns the shapes of the partial sums of dq's columns, and of dk's and dv's."""
     (B, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
     common, sm = constexprs(q, k, options), arch(q.device)
@@ -241,8 +241,8 @@ def parts_shapes(q: Tensor, k: Tensor, options: Options) -> list[tuple[int, int]
 
 
 def attention_bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
-    grads: tuple[Tensor, ...], sums: tuple[Tensor, Tensor] | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    options: AttentionOptions, grads: tuple[Tensor, ...], sums: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Writes dq, dk and dv into `grads`: tensors or views in which heads lie D apart.
 

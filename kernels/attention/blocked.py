@@ -80,17 +80,17 @@ class _BlockedAttention(torch.autograd.Function):
         dout = dout.transpose(1, 2).reshape(B * H, Tq, D)
         dq, (dk, dv) = torch.empty_like(q), torch.zeros((2, *k.shape), dtype=k.dtype)
         for i, (low, start, end) in enumerate(ctx.blocks):
-            weight, own = weights[i], slice(start - before, end - before)
-            dweight = torch.bmm(dout[:, own], v[:, low:end].transpose(1, 2))
-            kept = weight
+            weight, rows = weights[i], slice(start - before, end - before)
+            dweight = torch.bmm(dout[:, rows], v[:, low:end].transpose(1, 2))
+            dropped = weight
             if keeps:
-                kept = (weight * keeps[i]).mul_(ctx.keep_scale)
+                dropped = (weight * keeps[i]).mul_(ctx.keep_scale)
                 dweight.mul_(keeps[i]).mul_(ctx.keep_scale)
-            dv[:, low:end].baddbmm_(kept.transpose(1, 2), dout[:, own])
+            dv[:, low:end].baddbmm_(dropped.transpose(1, 2), dout[:, rows])
             dscores = torch.ops.aten._softmax_backward_data(dweight, weight, -1, weight.dtype)
             dscores.mul_(ctx.scale)
-            dq[:, own] = torch.bmm(dscores, k[:, low:end])
-            dk[:, low:end].baddbmm_(dscores.transpose(1, 2), q[:, own])
+            dq[:, rows] = torch.bmm(dscores, k[:, low:end])
+            dk[:, low:end].baddbmm_(dscores.transpose(1, 2), q[:, rows])
         return *(x.view(B, H, -1, D).transpose(1, 2) for x in (dq, dk, dv)), *(None,) * 4
 
 

@@ -34,7 +34,7 @@ from ..checks import padded
 from ..runtime import arch, launch
 from .config import config
 from .dropout import ROUNDS
-from .plain import Options
+from .plain import AttentionOptions
 
 L2_BYTES = 32 << 20  # for the keys and values in flight; an A100 has 40 MB, an H100 50 MB
 
@@ -304,7 +304,7 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and x.stride(1) < 1 << 22 else x.contiguous()
 
 
-def constexprs(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
+def constexprs(q: Tensor, k: Tensor, options: AttentionOptions) -> dict[str, Any]:
     """Returns the compile-time constants (`tl.constexpr`) that all attention kernels share."""
     H, D = q.shape[2:]
     window = options.window
@@ -326,7 +326,9 @@ def together_in_cache(x: Tensor, heads_each: float, num_heads: int) -> int:
     return min(num_heads, 1 << max(0, math.floor(math.log2(L2_BYTES / each))))
 
 
-def attention_fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
     """Computes attention: returns the output and the base-2 log-sum-exp of each query's scores.
 
     The log-sum-exp is (B, H, Tq), and +inf where a query sees no key.

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..checks import DTYPES, INTEGERS, check_head, check_like, check_qkv, check_scale
 from ..runtime import autocast_dtype, define_op, runs_kernels, with_gradient_of
 from ..sums import vectors_of
-from .plain import Options, attention_seeded_ref
+from .plain import AttentionOptions, attention_seeded_ref
 
 # --- the op ---------------------------------------------------------------------------------------
 # The kernels are imported when first run: triton is missing on macOS and slow to import.
@@ -29,15 +29,15 @@ OPTIONS = (
     "Tensor? starts, Tensor? ends, Tensor? seed, float? scale, bool causal, SymInt? window, "
     "float dropout_p"
 )
-"""The fields of `Options` in the form of an op schema."""
-NO_GRADIENTS = (None,) * len(Options._fields)
+"""The fields of `AttentionOptions` in the form of an op schema."""
+NO_GRADIENTS = (None,) * len(AttentionOptions._fields)
 """Gradients of the options."""
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     from .forward import attention_fwd
 
-    return attention_fwd(q, k, v, Options(*options))
+    return attention_fwd(q, k, v, AttentionOptions(*options))
 
 
 def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def _bwd(
     from .backward import attention_bwd
 
     grads = _bwd_fake(dout, q, k, v)
-    attention_bwd(dout, q, k, v, out, lse, Options(*options), grads)
+    attention_bwd(dout, q, k, v, out, lse, AttentionOptions(*options), grads)
     return grads
 
 
@@ -68,7 +68,7 @@ def _empty(x: Tensor) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *rest = inputs
-    options, (out, lse) = Options(*rest), output
+    options, (out, lse) = AttentionOptions(*rest), output
     ctx.save_for_backward(q, k, v, out, lse, *options.tensors)
     ctx.settings = options.settings
     ctx.mark_non_differentiable(lse)
@@ -128,7 +128,7 @@ def _packed_bwd(
     dqkv, *sums = _packed_bwd_fake(dout, wanted, qkv, out, lse, *options)
     q, k, v = _split(qkv, heads := out.shape[2])
     attention_bwd(
-        dout, q, k, v, out, lse, Options(*options), _split(dqkv, heads),
+        dout, q, k, v, out, lse, AttentionOptions(*options), _split(dqkv, heads),
         (sums[0], sums[1]) if wanted else None,
     )  # fmt: skip
     return dqkv, sums[0], sums[1]
@@ -141,14 +141,14 @@ def _packed_bwd_fake(
 
     shapes: list[Any] = [0, 0]
     if wanted:
-        shapes = parts_shapes(*_split(qkv, out.shape[2])[:2], Options(*options))
+        shapes = parts_shapes(*_split(qkv, out.shape[2])[:2], AttentionOptions(*options))
     of_dq, of_dkv = (torch.empty(x, dtype=torch.float32, device=qkv.device) for x in shapes)
     return _empty(qkv), of_dq, of_dkv
 
 
 def _packed_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     qkv, _, input_bias, *rest = inputs
-    options, (out, lse) = Options(*rest), output
+    options, (out, lse) = AttentionOptions(*rest), output
     ctx.save_for_backward(qkv, out, lse, *options.tensors)
     ctx.settings = options.settings
     ctx.bias_dtype = None if input_bias is None else input_bias.dtype
@@ -238,7 +238,7 @@ def attention(
         )  # fmt: skip
     if scale is not None and scale <= 0:  # the kernels scale after the maximum
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-    options = Options(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
+    options = AttentionOptions(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
     out, _ = _attention(q, k, v, *options)
     return out
 
@@ -290,7 +290,7 @@ def attention_packed(
     q, k, v = _split(qkv, heads)
     _check(q, k, v, scale, window, dropout_p, dropout_seed, doc_ids)
     seed = _seed(q, dropout_p, dropout_seed)
-    options = Options(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
+    options = AttentionOptions(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
     out, _ = _attention_packed(qkv, heads, input_bias, *options)
     return out
 

@@ -17,7 +17,7 @@ from .dropout import attention_dropout_mask, drop_below
 LOG2E = math.log2(math.e)
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     """Options of the attention kernels, tensors first, in the order of the ops' schemas.
 
     `starts` and `ends` are those of `document_spans`, `seed` is int64 (1,); for the others see

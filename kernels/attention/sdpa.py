@@ -60,8 +60,8 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
     """Returns True if the kernels take tensors of these shapes, dtypes and devices."""
     if not query.dim() == key.dim() == 4 or not query.numel() or not key.numel():
         return False
-    alike = all((x.dtype, x.device) == (query.dtype, query.device) for x in (key, value))
+    uniform = all((x.dtype, x.device) == (query.dtype, query.device) for x in (key, value))
     (B, H, _, D), K = query.shape, key.shape[1]
     heads = H % K == 0 if grouped else H == K
     shapes = key.shape == value.shape and (key.shape[0], key.shape[3]) == (B, D) and D <= MAX_D
-    return alike and shapes and heads and query.dtype in DTYPES and runs_kernels(query.device)
+    return uniform and shapes and heads and query.dtype in DTYPES and runs_kernels(query.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..proof.compile import Case
+from ..proof.compile import Variant
 from ..runtime import recording, with_gradient_of
 from ..spec import Make, Problem, Spec, Work, with_input_bias, work
 from .blocked import attention_blocked
@@ -160,25 +160,27 @@ STEPS = {"fwd": (FWD, "BLOCK_M"), "dq": (DQ, "BLOCK_M"), "dkv": (DKV, "BLOCK_N")
 """Kernel of each step (`fwd`, `dq`, `dkv`), and the block size that is the M of its matmuls."""
 
 
-def variants(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Variant]:
     """Yields the kernel variants to compile: every row of the architecture's table.
 
     A row whose `plain` is false gets all masks at once.
     """
     for D in (32, 64, 128, 256):
         for masks in MASKS if D in (64, 128) else MASKS[::2]:
-            yield case(arch, D, torch.bfloat16, masks)
+            yield variant(arch, D, torch.bfloat16, masks)
     for D, masks in ((64, MASKS[0]), (64, MASKS[2]), (128, MASKS[0])):
-        yield case(arch, D, torch.bfloat16, masks, input_bias=True)
-    yield case(arch, 16, torch.bfloat16, MASKS[2])
-    yield case(arch, 80, torch.bfloat16, "causal")
+        yield variant(arch, D, torch.bfloat16, masks, input_bias=True)
+    yield variant(arch, 16, torch.bfloat16, MASKS[2])
+    yield variant(arch, 80, torch.bfloat16, "causal")
     for D in (64, 128, 256):  # 16 and 32 have the row of 64
         for masks in MASKS[::2]:
-            yield case(arch, D, torch.float32, masks)
+            yield variant(arch, D, torch.float32, masks)
 
 
-def case(arch: int, D: int, dtype: torch.dtype, masks: str, *, input_bias: bool = False) -> Case:
-    """Builds the `Case` that launches all three kernels with the masks named."""
+def variant(
+    arch: int, D: int, dtype: torch.dtype, masks: str, *, input_bias: bool = False
+) -> Variant:
+    """Builds the `Variant` that launches all three kernels with the masks named."""
     B, T, H = 16, 1024, 12  # GPT-2's sizes; only the heads are compiled in
     K = H // 3 if "grouped" in masks else H
     given = {
@@ -195,8 +197,8 @@ def case(arch: int, D: int, dtype: torch.dtype, masks: str, *, input_bias: bool 
         if input_bias:
             bias = torch.empty((H + 2 * K) * D, device="meta", requires_grad=True)
         out = attention_packed(qkv, H, doc_ids=docs, input_bias=bias, **given)
-        wanted = (qkv,) if bias is None else (qkv, bias)
-        torch.autograd.grad(out, wanted, torch.empty_like(out))
+        leaves = (qkv,) if bias is None else (qkv, bias)
+        torch.autograd.grad(out, leaves, torch.empty_like(out))
 
     mma = {}
     with recording(arch) as launches:
@@ -207,7 +209,7 @@ def case(arch: int, D: int, dtype: torch.dtype, masks: str, *, input_bias: bool 
             few = launch.meta[side] < 64  # rows for a warp group: mma.sync
             mma[kernel] = "HMMA" if few else {9: "HGMMA", 10: "UTC"}.get(arch // 10, "HMMA")
     label = f"D={D} {str(dtype).removeprefix('torch.')} {masks}{' input_bias' * input_bias}"
-    return Case(label, run, mma)
+    return Variant(label, run, mma)
 
 
 # --- problems -------------------------------------------------------------------------------------

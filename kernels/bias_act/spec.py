@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..proof.compile import Case
+from ..proof.compile import Variant
 from ..spec import Make, Problem, Spec, Work, rows, work
 from .op import ACTIVATIONS, bias_act, bias_act_ref
 
@@ -36,7 +36,7 @@ def bytes_moved(s: Problem, itemsize: int) -> Work:
     return work((0, x + y), (0, 2 * x + y))
 
 
-def variants(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Variant]:
     """Yields the kernel variants to compile: those that GPTs launch, in bf16 and some in fp32.
 
     relu is relu_squared without the square; fp32 is compiled for the costliest kind.
@@ -50,7 +50,7 @@ def variants(arch: int) -> Iterator[Case]:
         yield variant("swiglu", F, fp32, fp32)
 
 
-def variant(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Case:
+def variant(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Variant:
     def run() -> None:
         from ..rows import sum_parts
         from .device import bias_act_bwd, bias_act_fwd
@@ -64,7 +64,7 @@ def variant(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> 
             sum_parts([parts])
 
     names = {torch.bfloat16: "bf16", torch.float32: "fp32", None: "none"}
-    return Case(f"{kind} F={F} {names[dtype]} bias={names[bias]}", run)
+    return Variant(f"{kind} F={F} {names[dtype]} bias={names[bias]}", run)
 
 
 WIDTHS = {"gpt2-124m": 768, "gpt2-355m": 1024, "gpt2-774m": 1280, "gpt2-1558m": 1600}

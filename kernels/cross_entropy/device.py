@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..rows import as_rows
 from ..runtime import launch, multiprocessors
-from .plain import SHRINK, Options
+from .plain import SHRINK, LossOptions
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, because -inf - -inf is NaN
@@ -223,7 +223,7 @@ def tile(V: int, itemsize: int) -> dict[str, int]:
 # --- launchers ------------------------------------------------------------------------------------
 
 
-def _constants(options: Options) -> dict[str, object]:
+def _constants(options: LossOptions) -> dict[str, object]:
     return {
         "IGNORE_INDEX": options.ignore_index,
         "LABEL_SMOOTHING": options.label_smoothing,
@@ -232,7 +232,9 @@ def _constants(options: Options) -> dict[str, object]:
     }
 
 
-def cross_entropy_fwd(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def cross_entropy_fwd(
+    logits: Tensor, targets: Tensor, options: LossOptions
+) -> tuple[Tensor, Tensor]:
     """Runs the forward kernel: returns the losses and the softmax statistics of each row."""
     M, V = logits.shape
     logits, targets = as_rows(logits), targets.contiguous()
@@ -248,7 +250,7 @@ def cross_entropy_fwd(logits: Tensor, targets: Tensor, options: Options) -> tupl
 
 
 def cross_entropy_fwd_bwd_(
-    logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options, losses: Tensor
+    logits: Tensor, targets: Tensor, scale: Tensor | None, options: LossOptions, losses: Tensor
 ) -> None:
     """Computes the losses (M,), and overwrites the logits with their gradients in the same pass.
 
@@ -265,7 +267,12 @@ def cross_entropy_fwd_bwd_(
 
 
 def cross_entropy_bwd(
-    logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor, dlogits: Tensor, options: Options
+    logits: Tensor,
+    targets: Tensor,
+    stats: Tensor,
+    scale: Tensor,
+    dlogits: Tensor,
+    options: LossOptions,
 ) -> None:
     """Runs the backward kernel: writes the gradient to dlogits, which may be the logits."""
     M, V = logits.shape

@@ -29,7 +29,7 @@ from ..linear.op import by_onednn, product
 from ..runtime import autocast_dtype, bypasses_dispatcher, define_op
 from .chunks import tokens_at_a_time
 from .op import OPTIONS, check_options, count, cross_entropy_ref, in_place, reduced
-from .plain import Options
+from .plain import LossOptions
 
 # --- reference ------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def linear_cross_entropy_ref(
 # --- settings -------------------------------------------------------------------------------------
 
 
-class Settings(NamedTuple):
+class LinearLossOptions(NamedTuple):
     """Arguments of the ops except tensors and reduction, in the order of their schemas."""
 
     of_x: bool
@@ -70,18 +70,18 @@ class Settings(NamedTuple):
     softcap: float | None
 
     @property
-    def options(self) -> Options:
-        return Options(*self[5:])
+    def options(self) -> LossOptions:
+        return LossOptions(*self[5:])
 
 
 SETTINGS = f"bool of_x, bool of_weight, bool of_bias, ScalarType dtype, int chunk_tokens, {OPTIONS}"
-"""The fields of `Settings` in the form of an op schema."""
+"""The fields of `LinearLossOptions` in the form of an op schema."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of x, weight and bias; an empty tensor stands for one that is not wanted."""
 
 
 def empty_gradients(
-    x: Tensor, weight: Tensor, settings: Settings, dtypes: tuple[torch.dtype, ...]
+    x: Tensor, weight: Tensor, settings: LinearLossOptions, dtypes: tuple[torch.dtype, ...]
 ) -> Gradients:
     """Allocates the gradients that are wanted, in `dtypes`."""
     shapes = (x.shape, weight.shape, weight.shape[:1])
@@ -98,7 +98,7 @@ def run(
     bias: Tensor | None,
     targets: Tensor,
     scale: Tensor | None,
-    settings: Settings,
+    settings: LinearLossOptions,
 ) -> tuple[Tensor, Gradients]:
     """Computes the losses (M,), and gradients of their sum weighted by `scale`, by chunks.
 
@@ -174,7 +174,7 @@ def _fwd(
     power of two, without another rounding. With `once` the backward may do so in place, because the
     caller uses nothing but the loss.
     """
-    asked = Settings(*settings)
+    asked = LinearLossOptions(*settings)
     if reduction == "mean":
         n = count(targets, asked.ignore_index)
         mantissa, _ = torch.frexp(n)
@@ -189,7 +189,7 @@ def _fwd_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str, once: bool,
     *settings: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    asked, fp32 = Settings(*settings), torch.float32
+    asked, fp32 = LinearLossOptions(*settings), torch.float32
     loss = x.new_empty((targets.numel(),) if reduction == "none" else (), dtype=fp32)
     grads = empty_gradients(x, weight, asked, (asked.dtype, fp32, fp32))
     return loss, x.new_empty((), dtype=fp32), *grads
@@ -197,7 +197,7 @@ def _fwd_fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.reduction, ctx.once = inputs[:6]
-    ctx.settings = Settings(*inputs[6:])
+    ctx.settings = LinearLossOptions(*inputs[6:])
     _, *gradients = output
     ctx.mark_non_differentiable(*gradients)
     ctx.gradients = None if ctx.reduction == "none" else gradients
@@ -255,7 +255,7 @@ def _scaled_bwd_fake(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, 
 def _again_bwd(
     dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
 ) -> tuple[Tensor, ...]:
-    _, grads = run(x, weight, bias, targets, dlosses, Settings(*settings))
+    _, grads = run(x, weight, bias, targets, dlosses, LinearLossOptions(*settings))
     of = zip(grads, _dtypes(x, weight, bias), strict=True)
     return tuple(grad.to(dtype) for grad, dtype in of)
 
@@ -263,7 +263,7 @@ def _again_bwd(
 def _again_bwd_fake(
     dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
 ) -> tuple[Tensor, ...]:
-    return empty_gradients(x, weight, Settings(*settings), _dtypes(x, weight, bias))
+    return empty_gradients(x, weight, LinearLossOptions(*settings), _dtypes(x, weight, bias))
 
 
 _scaled = define_op(
@@ -347,11 +347,11 @@ def linear_cross_entropy(
         V, reduction, valid_vocab, ignore_index, label_smoothing, z_loss, softcap
     )
     early = torch.is_grad_enabled() and reduction != "none"
-    wanted = (early and t is not None and t.requires_grad for t in (x, weight, bias))
+    needs_grad = (early and t is not None and t.requires_grad for t in (x, weight, bias))
     # a dispatch mode may keep the gradients that the op returns with the loss
     once = torch.compiler.is_compiling() or bypasses_dispatcher(x, weight, targets)
     loss, *_ = _linear_cross_entropy(
         x, weight, bias, targets, reduction, once,
-        *wanted, autocast_dtype(x), chunk_tokens or 0, *options,
+        *needs_grad, autocast_dtype(x), chunk_tokens or 0, *options,
     )  # fmt: skip
     return loss.view(targets.shape) if reduction == "none" else loss

@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 
 from ..checks import INTEGERS, check_float, check_like
 from ..runtime import bypasses_dispatcher, define_op, runs_kernels
-from .plain import Options, losses_and_gradient_, losses_ref
+from .plain import LossOptions, losses_and_gradient_, losses_ref
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -49,7 +49,7 @@ def reduced(
 
 
 def in_place(
-    logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options, losses: Tensor
+    logits: Tensor, targets: Tensor, scale: Tensor | None, options: LossOptions, losses: Tensor
 ) -> None:
     """Writes the losses (M,); overwrites logits with the gradient of their weighted sum."""
     if not runs_kernels(logits.device):
@@ -60,12 +60,12 @@ def in_place(
     cross_entropy_fwd_bwd_(logits, targets, scale, options, losses)
 
 
-def check_options(V: int, reduction: str, valid_vocab: int | None, *values: Any) -> Options:
+def check_options(V: int, reduction: str, valid_vocab: int | None, *values: Any) -> LossOptions:
     """Builds the options for logits with V columns; raises ValueError where they are not valid.
 
-    `values` are the fields of `Options` after `valid_vocab`.
+    `values` are the fields of `LossOptions` after `valid_vocab`.
     """
-    options = Options(V if valid_vocab is None else valid_vocab, *values)
+    options = LossOptions(V if valid_vocab is None else valid_vocab, *values)
     if not 1 <= options.valid_vocab <= V:
         raise ValueError(f"valid_vocab: expected 1 to {V} columns, got {options.valid_vocab}")
     if not 0 <= options.label_smoothing <= 1:
@@ -92,7 +92,7 @@ def cross_entropy_ref(
     **others: Any,
 ) -> Tensor:
     """Reference of `cross_entropy` in plain PyTorch, never in place; also accepts fp64."""
-    options = Options(logits.shape[-1] if valid_vocab is None else valid_vocab, **others)
+    options = LossOptions(logits.shape[-1] if valid_vocab is None else valid_vocab, **others)
     return reduced(losses_ref(logits, targets, options), targets, options.ignore_index, reduction)
 
 
@@ -102,8 +102,8 @@ def cross_entropy_ref(
 def _fwd(logits: Tensor, targets: Tensor, reduction: str, *options: Any) -> tuple[Tensor, Tensor]:
     from .device import cross_entropy_fwd
 
-    losses, stats = cross_entropy_fwd(logits, targets, Options(*options))
-    return reduced(losses, targets, Options(*options).ignore_index, reduction), stats
+    losses, stats = cross_entropy_fwd(logits, targets, LossOptions(*options))
+    return reduced(losses, targets, LossOptions(*options).ignore_index, reduction), stats
 
 
 def _fwd_fake(
@@ -118,7 +118,7 @@ def _bwd(
     dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, reduction: str, *options: Any
 ) -> Tensor:
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _write_gradient(dloss, logits, targets, stats, dlogits, reduction, Options(*options))
+    _write_gradient(dloss, logits, targets, stats, dlogits, reduction, LossOptions(*options))
     return dlogits
 
 
@@ -129,7 +129,7 @@ def _write_gradient(
     stats: Tensor | None,
     dlogits: Tensor,
     reduction: str,
-    options: Options,
+    options: LossOptions,
 ) -> None:
     """Writes the gradient to dlogits; without a kernel's `stats` they must be the logits."""
     if reduction == "mean":
@@ -162,7 +162,7 @@ def _backward(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Any, ...]:
 OPTIONS = (
     "SymInt valid_vocab, int ignore_index, float label_smoothing, float z_loss, float? softcap"
 )
-"""The fields of `Options` in the form of an op schema."""
+"""The fields of `LossOptions` in the form of an op schema."""
 
 _cross_entropy_bwd = define_op(
     "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, "
@@ -283,8 +283,8 @@ def cross_entropy(
         V, reduction, valid_vocab, ignore_index, label_smoothing, z_loss, softcap
     )
     flat, flat_targets = logits.reshape(-1, V), targets.reshape(-1)
-    wanted = inplace_grad and logits.requires_grad and torch.is_grad_enabled()
-    if wanted and not torch.compiler.is_compiling() and bypasses_dispatcher(logits, targets):
+    needs_grad = inplace_grad and logits.requires_grad and torch.is_grad_enabled()
+    if needs_grad and not torch.compiler.is_compiling() and bypasses_dispatcher(logits, targets):
         if flat.data_ptr() != logits.data_ptr() or not _rows_apart(flat):
             raise ValueError(
                 "logits: with inplace_grad expected rows that are evenly spaced and contiguous, "

@@ -13,7 +13,7 @@ A power of two changes no digit.
 """
 
 
-class Options(NamedTuple):
+class LossOptions(NamedTuple):
     """Options of the loss: padding, ignored targets, label smoothing, z-loss, softcap."""
 
     valid_vocab: int
@@ -23,13 +23,13 @@ class Options(NamedTuple):
     softcap: float | None = None
 
 
-def losses_ref(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
+def losses_ref(logits: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
     """Computes the loss (...) of each row of logits (..., V), in fp32 or wider, with autograd."""
     z = logits[..., : options.valid_vocab]
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if options.softcap is not None:
         z = options.softcap * torch.tanh(z / options.softcap)
-    kept = targets != options.ignore_index
+    counted = targets != options.ignore_index
     known = (targets >= 0) & (targets < options.valid_vocab)
     logp = F.log_softmax(z, dim=-1)
     losses = -logp.gather(-1, torch.where(known, targets, 0).long()[..., None])[..., 0]
@@ -40,8 +40,8 @@ def losses_ref(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
     if options.z_loss:
         losses = losses + options.z_loss * z.logsumexp(-1).square()
     # multiplied, not selected, so that the gradient is NaN as well
-    losses = losses * torch.where(known | ~kept, 1.0, torch.nan)
-    return torch.where(kept, losses, 0.0)
+    losses = losses * torch.where(known | ~counted, 1.0, torch.nan)
+    return torch.where(counted, losses, 0.0)
 
 
 # --- in place -------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ machine.
 
 
 def losses_and_gradient_(
-    logits: Tensor, targets: Tensor, scale: Tensor | None, options: Options
+    logits: Tensor, targets: Tensor, scale: Tensor | None, options: LossOptions
 ) -> Tensor:
     """Returns the losses (M,); overwrites the logits with the gradient of their sum times `scale`.
 
@@ -82,7 +82,7 @@ def losses_and_gradient_(
     return losses
 
 
-def _block_(z: Tensor, targets: Tensor, scale: Tensor | None, options: Options) -> Tensor:
+def _block_(z: Tensor, targets: Tensor, scale: Tensor | None, options: LossOptions) -> Tensor:
     """Computes `losses_and_gradient_` for as many fp32 rows as fit into a cache."""
     valid, ignore_index, smoothing, z_loss, softcap = options
     columns = z[:, :valid]
@@ -91,7 +91,7 @@ def _block_(z: Tensor, targets: Tensor, scale: Tensor | None, options: Options) 
         z.div_(softcap).tanh_()
         slope = (1 - z.square())[:, :valid]
         z.mul_(softcap)
-    kept = targets != ignore_index
+    counted = targets != ignore_index
     known = (targets >= 0) & (targets < valid)
     places = torch.where(known, targets, 0).long()[:, None]
     picked = columns.gather(1, places)  # (rows, 1)
@@ -114,9 +114,9 @@ def _block_(z: Tensor, targets: Tensor, scale: Tensor | None, options: Options) 
     if slope is not None:
         columns.mul_(slope)
     z[:, valid:] = 0
-    if not kept.all():
-        z[~kept] = 0
-    return torch.where(kept, losses * torch.where(known, 1.0, torch.nan), 0.0)
+    if not counted.all():
+        z[~counted] = 0
+    return torch.where(counted, losses * torch.where(known, 1.0, torch.nan), 0.0)
 
 
 def _mean_above(columns: Tensor, picked: Tensor) -> Tensor:

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from ..proof.compile import Case
+from ..proof.compile import Variant
 from ..spec import Make, Problem, Spec, Work, rows, work
 from .linear import linear_cross_entropy, linear_cross_entropy_ref
 from .op import cross_entropy, cross_entropy_ref
-from .plain import Options
+from .plain import LossOptions
 
 FWD, BWD = "_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel"
 
@@ -38,11 +38,11 @@ def eager(
         z = softcap * torch.tanh(z / softcap)
     loss = F.cross_entropy(z, targets.flatten(), **options)
     if z_loss:
-        kept = (targets != options.get("ignore_index", -100)).flatten()
-        squares = torch.where(kept, z.logsumexp(-1).square(), 0.0)
+        counted = (targets != options.get("ignore_index", -100)).flatten()
+        squares = torch.where(counted, z.logsumexp(-1).square(), 0.0)
         reduction = options.get("reduction", "mean")
         if reduction != "none":
-            squares = squares.sum() / (kept.sum() if reduction == "mean" else 1)
+            squares = squares.sum() / (counted.sum() if reduction == "mean" else 1)
         loss = loss + z_loss * squares
     return loss.view(targets.shape) if loss.dim() else loss
 
@@ -99,7 +99,7 @@ def linear_work(s: Problem, itemsize: int) -> Work:
 EVERY_OPTION: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
 
 
-def variants(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Variant]:
     """Yields the kernel variants to compile: block sizes, options, padding, unaligned rows."""
     for dtype in (torch.bfloat16, torch.float32):
         for V in (256, 2048, 50_304, 128_256):
@@ -112,13 +112,13 @@ def variants(arch: int) -> Iterator[Case]:
 
 def variants_of(
     V: int, dtype: torch.dtype, valid: int | None = None, **values: Any
-) -> Iterator[Case]:
-    options = Options(valid or V, **values)
+) -> Iterator[Variant]:
+    options = LossOptions(valid or V, **values)
     logits = torch.empty(4096, V, dtype=dtype, device="meta")
     targets = torch.empty(4096, dtype=torch.int64, device="meta")
     scale = torch.empty((), device="meta")
 
-    def apart() -> None:
+    def out_of_place() -> None:
         from .device import cross_entropy_bwd, cross_entropy_fwd
 
         _, stats = cross_entropy_fwd(logits, targets, options)
@@ -134,8 +134,8 @@ def variants_of(
 
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     label = " ".join([f"V={V} {kind}", *[f"valid={valid}"] * bool(valid), *values])
-    yield Case(label, apart)
-    yield Case(f"{label} in place", in_place)
+    yield Variant(label, out_of_place)
+    yield Variant(f"{label} in place", in_place)
 
 
 EVERY = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}

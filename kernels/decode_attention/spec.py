@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from ..invariant import batch_invariant
-from ..proof.compile import Case
+from ..proof.compile import Variant
 from ..spec import Make, Problem, Spec, Work
 from .op import decode_attention, decode_attention_ref, visible_places, whole_cache
 
@@ -117,7 +117,7 @@ def flops_and_bytes(s: Problem, itemsize: int) -> Work:
 # --- what is compiled ahead of time ---------------------------------------------------------------
 
 
-def variants(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Variant]:
     """Yields the kernel variants to compile: head dimensions, dtypes, split and paged caches."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for D in (16, 64, 80, 128, 256):
@@ -133,7 +133,7 @@ def variants(arch: int) -> Iterator[Case]:
 def variant(
     D: int, dtype: torch.dtype, *, B: int = 64, Tq: int = 1, H: int = 12, K: int = 12,
     page: int = 0, starts: bool = False, invariant: bool = False,
-) -> Case:  # fmt: skip
+) -> Variant:  # fmt: skip
     T = 4096
 
     def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -151,7 +151,7 @@ def variant(
     mma: dict[str, Any] = {} if dtype is torch.float32 else {SPLIT: "HMMA"}
     parts = [f"D={D} {str(dtype).removeprefix('torch.')} B={B} Tq={Tq} group={H // K}"]
     parts += [f"page={page}"] * bool(page) + ["starts"] * starts + ["invariant"] * invariant
-    return Case(" ".join(parts), run, mma)
+    return Variant(" ".join(parts), run, mma)
 
 
 # --- problems -------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def grown(T: int, *lengths: int) -> dict[str, Any]:
 BORDERS = problem(33, 1, 16, (15, 16, 17, 31, 32, 33))
 THREE = problem(50, 6, 16, (50, 17, 2), Tq=3, K=2)
 FOUR = problem(130, 4, 16, (130, 64, 3, 4), Tq=4, K=1)
-ROWS = problem(70, 16, 16, (70, 33, 0), Tq=5, K=2)
+TWO_ROW_TILES = problem(70, 16, 16, (70, 33, 0), Tq=5, K=2)
 SPLITS = problem(257, 2, 16, (257, 129, 0), K=1)
 NOTHING = problem(40, 2, 16, (0, 0), Tq=2, K=1)
 STARTS, PAGES = {"starts": True}, {"page": 5}
@@ -210,9 +210,9 @@ DECODE_ATTENTION = Spec(
         "scale": {**FOUR, "scale": 0.7},
         "negative-scale": {**FOUR, "scale": -0.4},
         "zero-scale": {**FOUR, "scale": 0.0},
-        "two-tiles-of-rows": ROWS,
-        "two-tiles-of-rows-pages": {**ROWS, "page": 16},
-        "two-tiles-of-rows-starts": {**ROWS, **STARTS},
+        "two-tiles-of-rows": TWO_ROW_TILES,
+        "two-tiles-of-rows-pages": {**TWO_ROW_TILES, "page": 16},
+        "two-tiles-of-rows-starts": {**TWO_ROW_TILES, **STARTS},
         "splits": SPLITS,
         "splits-pages": {**SPLITS, "page": 16},
         "splits-pages-and-starts": {**SPLITS, **STARTS, "page": 7},

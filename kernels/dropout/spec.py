@@ -34,12 +34,12 @@ def complaints(inputs: dict[str, Tensor], y: Tensor) -> list[str]:
     x = inputs["x"].detach()
     if (y.shape, y.dtype) != (x.shape, x.dtype):
         return [f"output 0: {y.dtype} {tuple(y.shape)}, expected {x.dtype} {tuple(x.shape)}"]
-    kept = y != 0
-    share, n = kept.float().mean().item(), x.numel()
+    keep = y != 0
+    share, n = keep.float().mean().item(), x.numel()
     wrong = []
     if abs(share - (1 - P)) > 5 * (P * (1 - P) / n) ** 0.5 + 2**-16:
         wrong.append(f"output 0: kept {share:.5f} of the elements, expected {1 - P}")
-    if not torch.allclose(y[kept].float(), x[kept].float() / (1 - P), rtol=1e-2):
+    if not torch.allclose(y[keep].float(), x[keep].float() / (1 - P), rtol=1e-2):
         wrong.append(f"output 0: the elements kept are not x / {1 - P}")
     return wrong
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from ..proof.compile import Case
+from ..proof.compile import Variant
 from ..runtime import with_gradient_of
 from ..spec import Make, Problem, Spec, Work, rows, with_input_bias, work
 from . import op
@@ -20,7 +20,7 @@ WIDE = 8_192 + 40
 VECTORS = {"layer": ("weight", "bias"), "rms": ("weight",)}
 
 
-def variants(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Variant]:
     """Yields the kernel variants to compile: GPTs' own, and each block size with all options.
 
     The costliest variant of a size is fp32 with all options; with fewer a row of 8192 stays whole.
@@ -48,7 +48,7 @@ def variant(
     bias: bool = True,
     centred: bool = True,
     input_bias: bool = False,
-) -> Case:
+) -> Variant:
     def make(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
         return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
 
@@ -73,7 +73,7 @@ def variant(
         + ["input_bias"] * input_bias
         + [f"residual={names[residual]}"] * (residual is not None)
     )
-    return Case(" ".join(parts), run)
+    return Variant(" ".join(parts), run)
 
 
 PROBLEMS: dict[str, Problem] = {
@@ -126,7 +126,7 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         y = plain(total, x.shape[-1:], *vectors, **{"eps": default, **options})
         return (y, total) if summed else y
 
-    def kept(s: Problem) -> list[str]:
+    def params(s: Problem) -> list[str]:
         return [vector for vector in VECTORS[kind] if vector not in s.get("without", ())]
 
     def input_biases(s: Problem) -> list[str]:
@@ -135,19 +135,19 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
     def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
         matrices = ("x", "residual") if summed else ("x",)
         made = {matrix: make(*rows(s), s["N"]) for matrix in matrices}
-        return {**made, **{vector: make(s["N"]) for vector in (*kept(s), *input_biases(s))}}
+        return {**made, **{vector: make(s["N"]) for vector in (*params(s), *input_biases(s))}}
 
     def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
         """Makes the keyword arguments of a test problem: vectors left out, and eps."""
-        fixed = {vector: None for vector in VECTORS[kind] if vector not in kept(s)}
+        fixed = {vector: None for vector in VECTORS[kind] if vector not in params(s)}
         given = {option: s[option] for option in ("eps", "input_bias") if option in s}
         return {**fixed, **given}
 
     def launches(s: Problem) -> tuple[str, ...]:
         return (
             (FWD, BWD)
-            + (SUM,) * bool(kept(s) + input_biases(s))
-            + (DOTS,) * (s["N"] > (4096 if len(kept(s) + input_biases(s)) > 2 else 8192))
+            + (SUM,) * bool(params(s) + input_biases(s))
+            + (DOTS,) * (s["N"] > (4096 if len(params(s) + input_biases(s)) > 2 else 8192))
         )
 
     def bytes_moved(s: Problem, itemsize: int) -> Work:

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..aot import ARCHS, judge
+from ..aot import ARCHS, check_budget
 from ..parity import complaints, errors, outputs_and_gradients
 from ..runtime import executing, family
 from ..spec import Problem, Spec
 from ..specs import SPECS, VARIANTS
-from .compile import Config, Row, collect, compile_all
+from .compile import CompileResult, Config, collect, compile_all
 from .fenced import execute
 from .sass import ceiling
 
@@ -41,7 +41,7 @@ def loud(text: str) -> None:
 # --- compiled -------------------------------------------------------------------------------------
 
 
-def measured(row: Row) -> dict[str, Any]:
+def measured(row: CompileResult) -> dict[str, Any]:
     """Returns the figures of a compiled variant by name; {"error": text} if it did not compile."""
     if row.error:
         return {"error": row.error}
@@ -59,7 +59,7 @@ def measured(row: Row) -> dict[str, Any]:
         "fences": row.fences,
         "blocks": min((top.blocks for top in known), default=0),
         "clocks": round(sum(top.clocks / max(1, top.blocks) for top in known), 1),
-        "problems": judge(row, {}),
+        "problems": check_budget(row, {}),
     }
 
 
@@ -146,7 +146,7 @@ def all_executed(
 # --- command --------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kernels.proof.census", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True)
@@ -162,7 +162,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     import triton
 
-    args = parse(argv)
+    args = parse_args(argv)
     archs = args.arch or ([90] if args.brief else [80, 90, 100])
     modules = [importlib.import_module(name) for name in args.modules]
     specs = {spec.name: spec for module in modules for spec in getattr(module, "SPECS", ())}

@@ -30,7 +30,7 @@ FENCE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Variant:
     """A shipped kernel variant, to be compiled ahead of time without a GPU.
 
     Args:
@@ -45,7 +45,7 @@ class Case:
     mma: Mapping[str, str] = field(default_factory=dict)
 
 
-Variants = Callable[[int], Iterator[Case]]
+Variants = Callable[[int], Iterator[Variant]]
 """Function from an architecture (90 for sm_90) to the kernel variants that ship for it."""
 
 
@@ -74,7 +74,7 @@ class Config:
 
 
 @dataclass(slots=True)
-class Row:
+class CompileResult:
     """The compiler's result for a `Config`: the resources that its code uses, or an error."""
 
     kernel: str
@@ -114,15 +114,15 @@ def collect(variants: Iterable[Variants], archs: Iterable[int]) -> Iterator[Conf
     seen = set()
     for arch in archs:
         for of_arch in variants:
-            for case in of_arch(arch):
+            for variant in of_arch(arch):
                 with recording(arch) as launches:
-                    case.run()
+                    variant.run()
                 for launch in launches:
                     name = launch.kernel.__name__
                     key = (arch, name, repr(specialised(launch)))
                     if key not in seen:
                         seen.add(key)
-                        yield Config(arch, case.label, case.mma.get(name, ""), launch)
+                        yield Config(arch, variant.label, variant.mma.get(name, ""), launch)
 
 
 def specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict, dict[str, Any]]:
@@ -196,7 +196,7 @@ _configs: list[Config] = []
 """Configurations that the forked processes of `compile_all` read, as kernels cannot be pickled."""
 
 
-def compile_all(configs: Iterable[Config], jobs: int | None = None) -> Iterator[Row]:
+def compile_all(configs: Iterable[Config], jobs: int | None = None) -> Iterator[CompileResult]:
     """Compiles configurations in parallel; yields the results in order, each once it is ready.
 
     Args:
@@ -209,11 +209,11 @@ def compile_all(configs: Iterable[Config], jobs: int | None = None) -> Iterator[
         yield from pool.imap(_compile_nth, range(len(_configs)))
 
 
-def _compile_nth(n: int) -> Row:
+def _compile_nth(n: int) -> CompileResult:
     return compile_config(_configs[n])
 
 
-def compile_config(config: Config) -> Row:
+def compile_config(config: Config) -> CompileResult:
     """Compiles one configuration for its arch and reads its machine code."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -227,12 +227,12 @@ def compile_config(config: Config) -> Row:
             compiled = triton.compile(source, target=target, options=options)
     except Exception as error:  # of any compiler pass; other configurations still get a row
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return Row(config.kernel, config.arch, config.label, error=message)
+        return CompileResult(config.kernel, config.arch, config.label, error=message)
     text = disassemble(compiled.asm["cubin"])
     code = instructions(text)
     usage = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     metadata: Any = compiled.metadata
-    return Row(
+    return CompileResult(
         kernel=config.kernel,
         arch=config.arch,
         config=config.label,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..proof.compile import Case
+from ..proof.compile import Variant
 from ..spec import Make, Problem, Spec, Work, work
 from .op import rotary, rotary_plain, rotary_ref
 
@@ -40,7 +40,7 @@ def bytes_moved(s: Problem, itemsize: int) -> Work:
     return work((0, 2 * n), (0, 2 * n))
 
 
-def variants(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Variant]:
     """Yields the kernel variants to compile: GPTs' head dimensions, the largest one, and 80."""
     for D in (64, 128):
         for backward in (False, True):
@@ -49,7 +49,7 @@ def variants(arch: int) -> Iterator[Case]:
     yield variant(8, 1, 256, torch.float32)
 
 
-def variant(H: int, K: int, D: int, dtype: torch.dtype, *, conjugate: bool = False) -> Case:
+def variant(H: int, K: int, D: int, dtype: torch.dtype, *, conjugate: bool = False) -> Variant:
     def run() -> None:
         from .device import rotary_turn
 
@@ -59,7 +59,7 @@ def variant(H: int, K: int, D: int, dtype: torch.dtype, *, conjugate: bool = Fal
         rotary_turn(q, k, cos, cos, conjugate=conjugate)
 
     label = f"H={H} K={K} D={D} {str(dtype).removeprefix('torch.')}"
-    return Case(f"{label} conjugate" if conjugate else label, run)
+    return Variant(f"{label} conjugate" if conjugate else label, run)
 
 
 def shape(B: int, T: int, H: int, K: int, D: int) -> Problem:

@@ -177,13 +177,13 @@ sys.stdin = io.StringIO(sys.stdin.read().replace("cuda", "cpu"))
 {}
 choose.main()
 """
-VERDICT = {"chosen": "triton", "complaints": [], "milliseconds": {}}
+RESULT = {"chosen": "triton", "complaints": [], "milliseconds": {}}
 # answers without a trial, but for what is said in a case
 ANSWERS = f"""
 import json, sys, time
 for name in sys.argv[1:]:
     CASE
-    print(json.dumps({{name: {VERDICT}}}), 5, sep="\\n", flush=True)
+    print(json.dumps({{name: {RESULT}}}), 5, sep="\\n", flush=True)
 """
 
 
@@ -220,7 +220,7 @@ def test_other_sizes_or_kernels_are_tried_anew(on_cuda, monkeypatch, tmp_path):
 )
 def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch, ending, reason):
     monkeypatch.setattr(choose, "TIMEOUT", 5.0)
-    norm = json.dumps({"norm": VERDICT})
+    norm = json.dumps({"norm": RESULT})
     code = ANSWERS.replace("CASE", f"print({norm!r}, flush=True); {ending}")
     chosen, _, said = on_cuda(code)
     names = tables.select(chosen, "cuda").names
@@ -234,7 +234,9 @@ def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch
 
 
 def test_an_error_of_a_trial_is_its_reason(on_cuda):
-    raises = "def judge(*_): raise RuntimeError('illegal\\n\\nSearch for it')\nchoose.judge = judge"
+    raises = (
+        "def fail(*_): raise RuntimeError('illegal\\n\\nSearch for it')\nchoose.run_trial = fail"
+    )
     _, results, _ = on_cuda(CHILD.format(raises))
     reasons = {line for result in results.values() for line in result["complaints"]}
     assert reasons == {"the trial ended with code 1: RuntimeError: illegal"}

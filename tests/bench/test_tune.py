@@ -18,7 +18,7 @@ from fastgpt.kernels.attention.config import TUNING, serves, trying
 from fastgpt.kernels.attention.forward import _attention_fwd_kernel as FWD  # noqa: N812
 from fastgpt.kernels.attention.plain import attention_mask
 from fastgpt.kernels.attention.spec import STEPS
-from fastgpt.kernels.proof.compile import Config, Row
+from fastgpt.kernels.proof.compile import CompileResult, Config
 from fastgpt.kernels.proof.sass import DEVICES, Loop
 from fastgpt.kernels.runtime import Launch
 from tests.proof.test_aot import compiling
@@ -32,7 +32,7 @@ CASE = "D=64 bfloat16 causal"
 def row(issued=400, waits=False, **changes):
     """Makes the compiler's result for a kernel of 8 warps with two loops, one twice as long."""
     loops = [Loop(n, {"fp32": n * issued}, 0, 0, waits=waits) for n in (1, 2)]
-    made = Row(FWD.__name__, 90, CASE, 8, 3, 120, loops=loops, instructions=3 * issued)
+    made = CompileResult(FWD.__name__, 90, CASE, 8, 3, 120, loops=loops, instructions=3 * issued)
     return replace(made, **changes)
 
 

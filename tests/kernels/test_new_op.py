@@ -16,7 +16,7 @@ from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from bench import cases, measure
 from fastgpt.kernels.checks import DTYPES
-from fastgpt.kernels.proof.compile import Case
+from fastgpt.kernels.proof.compile import Variant
 from fastgpt.kernels.rows import as_rows
 from fastgpt.kernels.runtime import autocast_dtype, define_op, launch, recording, runs_kernels
 from fastgpt.kernels.spec import Make, Problem, Spec, Work, rows, work
@@ -92,9 +92,9 @@ def bytes_moved(s: Problem, itemsize: int) -> Work:
     return work((0, 2 * n), (0, 2 * n))
 
 
-def variants(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Variant]:
     x = torch.empty(64, 768, device="meta")
-    yield Case("N=768", lambda: double_fwd(x, x.dtype))
+    yield Variant("N=768", lambda: double_fwd(x, x.dtype))
 
 
 DOUBLE = Spec(

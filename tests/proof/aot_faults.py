@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastgpt.kernels.proof.compile import Case
+from fastgpt.kernels.proof.compile import Variant
 from fastgpt.kernels.runtime import launch
 
 
@@ -37,7 +37,7 @@ def _missing_kernel(x_ptr):
     tl.store(x_ptr, no_such_name)  # noqa: F821
 
 
-def variants(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Variant]:
     def square(block: int) -> None:
         x = torch.empty(block, block, dtype=torch.float16, device="meta")
         y = torch.empty(block, block, device="meta")
@@ -52,9 +52,9 @@ def variants(arch: int) -> Iterator[Case]:
         launch(_streaming_kernel, (1,), x, x, 100, BLOCK=2**13, STAGES=stages, num_warps=8)
 
     mma = {"_square_kernel": {80: "HMMA", 90: "HGMMA", 100: "UTC"}[arch]}
-    yield Case("sound", lambda: square(64), mma)
-    yield Case("sound again", lambda: square(64), mma)
-    yield Case("small for its instruction", lambda: square(16), mma)
-    yield Case("too much shared memory", lambda: stream(9))
-    yield Case("spill", spill)
-    yield Case("broken", lambda: launch(_missing_kernel, (1,), torch.empty(1, device="meta")))
+    yield Variant("sound", lambda: square(64), mma)
+    yield Variant("sound again", lambda: square(64), mma)
+    yield Variant("small for its instruction", lambda: square(16), mma)
+    yield Variant("too much shared memory", lambda: stream(9))
+    yield Variant("spill", spill)
+    yield Variant("broken", lambda: launch(_missing_kernel, (1,), torch.empty(1, device="meta")))

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.backends.nvidia.compiler import CUDABackend
 
 from fastgpt.kernels.proof import census
-from fastgpt.kernels.proof.compile import Case
+from fastgpt.kernels.proof.compile import Variant
 from fastgpt.kernels.runtime import launch
 from fastgpt.kernels.spec import Make, Problem, Spec
 
@@ -66,9 +66,9 @@ def inputs(problem: Problem, make: Make) -> dict[str, Tensor]:
     return {"x": make(problem["M"], SIZE, SIZE)}
 
 
-def variants(arch: int) -> Iterator[Case]:
+def variants(arch: int) -> Iterator[Variant]:
     x = torch.empty(5, SIZE, SIZE, dtype=torch.bfloat16, device="meta")
-    yield Case("bf16", lambda: op(x))  # type: ignore[arg-type]
+    yield Variant("bf16", lambda: op(x))  # type: ignore[arg-type]
 
 
 SPECS = [

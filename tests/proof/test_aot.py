@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fastgpt.kernels.aot import ARCHS, BUDGET, judge, read_budgets, record, triton_minor
+from fastgpt.kernels.aot import ARCHS, BUDGET, check_budget, read_budgets, record, triton_minor
 from fastgpt.kernels.attention.config import TUNING
-from fastgpt.kernels.proof.compile import Row
+from fastgpt.kernels.proof.compile import CompileResult
 from fastgpt.kernels.proof.sass import Loop, ceiling, loops
 from tests.processes import python
 
@@ -82,7 +82,10 @@ def faults(tmp_path_factory):
     """Runs the command over faulty kernels, with a budget of one register for the sound one."""
     folder = tmp_path_factory.mktemp("faults")
     budget = folder / "budget.json"
-    record([Row("_square_kernel", 90, "sound", registers=1, shared=1, instructions=1)], budget)
+    record(
+        [CompileResult("_square_kernel", 90, "sound", registers=1, shared=1, instructions=1)],
+        budget,
+    )
     code, printed, rows = aot(folder, *FAULTS, "--arch", "90", "--budget", str(budget))
     return code, printed, {r["config"]: r for r in rows}
 
@@ -181,9 +184,9 @@ def test_a_loop_waits_for_a_load_that_it_has_just_asked_for(body, waits):
     ops = [*body, *["FADD R1"] * 16, "BRA 0x0"]
     [loop] = loops("\n".join(f"/*{16 * i:04x}*/ {op} ;" for i, op in enumerate(ops)))
     assert loop.waits == waits
-    row = Row("k", 90, "D=64 bfloat16 causal", loops=[loop])
-    assert judge(row, {}) == ["waits for a load that it has just asked for"] * waits
-    assert not judge(replace(row, config="D=256 bfloat16 causal"), {})
+    row = CompileResult("k", 90, "D=64 bfloat16 causal", loops=[loop])
+    assert check_budget(row, {}) == ["waits for a load that it has just asked for"] * waits
+    assert not check_budget(replace(row, config="D=256 bfloat16 causal"), {})
 
 
 @pytest.mark.parametrize(
@@ -198,16 +201,16 @@ def test_a_loop_waits_for_a_load_that_it_has_just_asked_for(body, waits):
     ],
 )
 def test_only_more_than_the_budget_is_a_fault(recorded, problems):
-    row = Row("k", 90, "c", registers=10, shared=100, instructions=1000)
-    assert judge(row, {"k c": [*recorded, ""]} if recorded else {}) == problems
+    row = CompileResult("k", 90, "c", registers=10, shared=100, instructions=1000)
+    assert check_budget(row, {"k c": [*recorded, ""]} if recorded else {}) == problems
 
 
 def test_recording_keeps_the_other_rows(tmp_path):
     path = tmp_path / "budget.json"
     path.write_text('{"0.1": {"90": {"k c": [1, 2, 3, "a"]}}}')
-    good = Row("k", 90, "c", registers=10, shared=100, instructions=7, fingerprint="b")
-    record([good, Row("k", 80, "d", error="?")], path)
-    record([Row("k", 90, "d", registers=20, shared=200)], path)
+    good = CompileResult("k", 90, "c", registers=10, shared=100, instructions=7, fingerprint="b")
+    record([good, CompileResult("k", 80, "d", error="?")], path)
+    record([CompileResult("k", 90, "d", registers=20, shared=200)], path)
     assert read_budgets(path) == {
         "0.1": {"90": {"k c": [1, 2, 3, "a"]}},
         triton_minor(): {"90": {"k c": [10, 100, 7, "b"], "k d": [20, 200, 0, ""]}},

@@ -115,7 +115,7 @@ def test_all_that_a_run_may_do(train):
 
 @pytest.mark.long
 def test_the_trial_of_auto(train, cpu, monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path_factory.mktemp("cache")))  # no verdicts yet
+    monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path_factory.mktemp("cache")))  # no results yet
     found = train(*COMPILED, "--steps", "2")
     assert "checking and timing our kernels on this device, once" in train.said
     assert "did not pass" not in train.said

@@ -23,7 +23,7 @@ import torch
 from fastgpt.kernels import runtime
 from fastgpt.kernels.attention.spec import SHAPES
 from fastgpt.kernels.cross_entropy.spec import EVERY_OPTION, variants_of
-from fastgpt.kernels.proof.compile import Case, collect
+from fastgpt.kernels.proof.compile import Variant, collect
 from fastgpt.kernels.proof.fenced import compile_launch, run_launch
 from fastgpt.kernels.specs import SPECS
 from simgpu.executor import Launch
@@ -117,7 +117,7 @@ def small(sizes: dict[int, int]) -> Callable[..., torch.Tensor]:
     return make
 
 
-def variants(name: str, arch: int) -> Iterator[Case]:
+def variants(name: str, arch: int) -> Iterator[Variant]:
     """Yields an op's variants; some also with other sizes, which are no part of the code."""
     yield from SPECS[name].variants(arch)
     if name == "cross_entropy":  # columns left over after whole blocks

@@ -21,7 +21,7 @@ from simgpu.executor.counters import Counters
 from simgpu.executor.errors import FaultError, UnknownPtxError
 from simgpu.executor.machine import Machine
 from simgpu.executor.memory import GlobalMemory, Region, smallest_access
-from simgpu.executor.ptx import parse
+from simgpu.executor.ptx import parse_ptx
 
 LANES = 4096
 """Threads that run at a time: enough for numpy, few enough for caches."""
@@ -40,7 +40,7 @@ class Compiled:
 @functools.lru_cache(maxsize=12)  # some take 10 MB
 def built(ptx: str, follow: bool = False) -> Build:
     """The steps of a program, made once."""
-    program = parse(ptx)
+    program = parse_ptx(ptx)
     try:
         return Build(program, follow)
     except UnknownPtxError as error:

@@ -150,7 +150,7 @@ class Program:
         return self.labels[name.text]
 
 
-def parse(text: str) -> Program:
+def parse_ptx(text: str) -> Program:
     """Parses the one kernel of a PTX module.
 
     Raises:
