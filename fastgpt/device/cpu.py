@@ -33,7 +33,7 @@ def prepare(*, compiled: bool) -> None:
     """
     keep_freed_memory()
     if not compiled:
-        spare_dynamo()
+        skip_dynamo_import()
     if torch.get_num_threads() > 1:
         _start_watching(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat"))
 
@@ -54,7 +54,7 @@ def keep_freed_memory() -> None:
     libc.mallopt(M_TOP_PAD, 2**26)
 
 
-def spare_dynamo() -> None:
+def skip_dynamo_import() -> None:
     """Keeps PyTorch's optimizers from importing torch._dynamo, which takes a second.
 
     Their methods import it to tell it to leave them alone. Without torch.compile there is nothing
@@ -70,10 +70,10 @@ def spare_dynamo() -> None:
 
 @functools.cache
 def _start_watching(schedstat: Path) -> None:
-    threading.Thread(target=watch, args=(schedstat,), name="waiting", daemon=True).start()
+    threading.Thread(target=adapt_spinning, args=(schedstat,), name="waiting", daemon=True).start()
 
 
-def watch(schedstat: Path) -> None:
+def adapt_spinning(schedstat: Path) -> None:
     """Makes PyTorch's threads sleep while they wait, as long as other programs need the cores.
 
     libgomp, the OpenMP of PyTorch's builds for Linux, reads its settings once, at its start. But it
@@ -96,9 +96,9 @@ def watch(schedstat: Path) -> None:
         calm = 0 if crowded else calm + 1
         if crowded and let_go is None:
             let_go = threading.Event()
-            own = torch.get_num_threads()  # of which a team adds all but the one that begins it
-            for _ in range((cores() - own) // max(1, own - 1) + 1):
-                threading.Thread(target=_hold_team, args=(let_go,), daemon=True).start()
+            threads = torch.get_num_threads()  # a team adds all but the thread that starts it
+            for _ in range((cores() - threads) // max(1, threads - 1) + 1):
+                threading.Thread(target=_hold_threads, args=(let_go,), daemon=True).start()
         elif let_go is not None and calm >= CALM_LOOKS:
             let_go.set()
             let_go = None
@@ -115,7 +115,7 @@ def _times(schedstat: Path) -> tuple[int, int]:
     return ran, waited
 
 
-def _hold_team(let_go: threading.Event) -> None:
+def _hold_threads(let_go: threading.Event) -> None:
     """Keeps a team of OpenMP threads, which end with the thread that began them."""
     torch.zeros(torch.get_num_threads() * 2**17).add_(1)  # PyTorch gives each thread 2**15 at least
     let_go.wait()

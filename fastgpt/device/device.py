@@ -71,8 +71,8 @@ def pick_device(
     Raises:
         UserError: the device asked for is missing, or `auto` would leave an NVIDIA GPU unused.
     """
-    wanted = [type for type in KINDS if type in (among if asked == "auto" else [asked])]
-    found = next((type for type in wanted if torch.get_device_module(type).is_available()), None)
+    requested = [type for type in KINDS if type in (among if asked == "auto" else [asked])]
+    found = next((type for type in requested if torch.get_device_module(type).is_available()), None)
     why = why_no_cuda() if asked in ("auto", "cuda") and found in ("cpu", None) else None
     if found is None:
         raise UserError(

@@ -25,12 +25,12 @@ def looks(monkeypatch):
         totals = [total := (total[0] + ran, total[1] + waited) for ran, waited in times]
         nanoseconds = iter([(0, 0), *((ran * 10**6, waited * 10**6) for ran, waited in totals)])
         monkeypatch.setattr(cpu, "_times", lambda _: next(nanoseconds))
-        monkeypatch.setattr(cpu, "_hold_team", held.append)
+        monkeypatch.setattr(cpu, "_hold_threads", held.append)
         monkeypatch.setattr(time, "sleep", lambda _: sleeps.append(sleeping()))
         sleeping = lambda: any(not let_go.is_set() for let_go in held)  # noqa: E731
         there = iter([True] * len(times))
         schedstat = mock.Mock(exists=lambda: next(there, None) or sleeps.append(sleeping()))
-        cpu.watch(schedstat)
+        cpu.adapt_spinning(schedstat)
         assert not sleeping(), "the threads of an ended watch sleep on"
         return sleeps[1:]
 
@@ -73,7 +73,7 @@ def look(_):
 
 cpu._times, cpu.LOOK_S = look, 0.01
 schedstat = SimpleNamespace(exists=lambda: len(seen) < 2 + cpu.CALM_LOOKS)
-threading.Thread(target=cpu.watch, args=(schedstat,)).start()
+threading.Thread(target=cpu.adapt_spinning, args=(schedstat,)).start()
 wait(lambda: len(seen) == 2 + cpu.CALM_LOOKS and threads() == before)
 """
 
@@ -86,7 +86,7 @@ def test_meanwhile_more_threads_than_cores_are_kept():
 
 
 def test_a_thread_that_has_ended_is_not_watched_any_more(tmp_path):
-    cpu.watch(tmp_path / "schedstat")
+    cpu.adapt_spinning(tmp_path / "schedstat")
 
 
 # --- imports --------------------------------------------------------------------------------------
