@@ -32,7 +32,7 @@ def say(text: str) -> None:
     print(f"-> {text}")
 
 
-def apart(a: Tensor, b: Tensor) -> float:
+def max_difference(a: Tensor, b: Tensor) -> float:
     """Returns the largest absolute difference of two tensors."""
     return (a - b).abs().max().item()
 
@@ -51,7 +51,7 @@ def running_averages() -> None:
     show("matrix @ x", weights @ x)
     show("softmax of masked zeros", softmax)
     show("softmax @ x", softmax @ x)
-    difference = max(apart(looped, weights @ x), apart(looped, softmax @ x))
+    difference = max(max_difference(looped, weights @ x), max_difference(looped, softmax @ x))
     say(f"the three averages differ by at most {difference:.1e}: they are one computation")
     say("attention is the third form, with scores from the data in place of the zeros")
 
@@ -67,10 +67,10 @@ def one_head() -> None:
     show("weights", weights)
     show("the first columns of out", out[:, :4])
     fused = attention(*(t[None, :, None] for t in (q, k, v)))[0, :, 0]
-    say(f"every row of weights sums to 1, to {apart(weights.sum(1), torch.ones(T)):.1e}")
+    say(f"every row of weights sums to 1, to {max_difference(weights.sum(1), torch.ones(T)):.1e}")
     first = " ".join(f"{value:.2f}" for value in weights[0].tolist())
     say(f"the first token attends only to itself: its weights are {first}")
-    say(f"kernels.attention gives the same out, to {apart(out, fused):.1e}")
+    say(f"kernels.attention gives the same out, to {max_difference(out, fused):.1e}")
 
 
 def maps() -> dict[str, Tensor]:

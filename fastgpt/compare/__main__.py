@@ -55,7 +55,7 @@ class Arguments:
         check_fields(self)
 
 
-class Run:
+class ComparedRun:
     """A run as its folder records it, or the run of a checkpoint."""
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class Run:
         return {r["step"]: r[key] for r in self.records if isinstance(r.get(key), float)}
 
 
-def facts(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
+def facts(a: ComparedRun, b: ComparedRun) -> dict[str, tuple[Any, Any]]:
     """Returns what the runs have recorded, as name -> values in A and B (None: not recorded)."""
     found = {name: (a.facts.get(name), b.facts.get(name)) for name in a.facts | b.facts}
     for step in sorted(a.checkpoints.keys() & b.checkpoints.keys() - {0}):
@@ -92,9 +92,9 @@ def facts(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
         found[f"sha256 of the weights at step {step}"] = hashes[0], hashes[1]
     one, two = a.logged("train_loss"), b.logged("train_loss")
     common = sorted(one.keys() & two.keys())
-    apart = [step for step in common if one[step] != two[step]]
-    most = sorted(apart, key=lambda step: abs(one[step] - two[step]))
-    named = {"first to differ": apart[:1], "differs most": most[-1:], "last": common[-1:]}
+    differing = [step for step in common if one[step] != two[step]]
+    most = sorted(differing, key=lambda step: abs(one[step] - two[step]))
+    named = {"first to differ": differing[:1], "differs most": most[-1:], "last": common[-1:]}
     for why, steps in named.items():
         found |= {f"training loss, step {i} ({why})": (one[i], two[i]) for i in steps}
     losses, speeds = ([run.logged(key) for run in (a, b)] for key in ("val_loss", "tok_per_s"))
@@ -125,7 +125,7 @@ def table(every: dict[str, tuple[Any, Any]]) -> list[str]:
 def main(argv: list[str]) -> int:
     """Runs the command line `argv`, and returns the exit status."""
     asked = flags.parse(Arguments, argv, prog="python -m fastgpt.compare")
-    a, b = (Run(path.expanduser()) for path in asked.runs)
+    a, b = (ComparedRun(path.expanduser()) for path in asked.runs)
     every, found = facts(a, b), None
     differs = any(x != y and not HARMLESS.fullmatch(name) for name, (x, y) in every.items())
     said = table(every)

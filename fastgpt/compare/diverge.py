@@ -126,7 +126,7 @@ def difference(a: Tensor, b: Tensor, bound: float) -> str:
     same |= (x - y).abs() <= (bound or -1)
     if same.all():
         return ""
-    apart = torch.where(same, -1.0, (x - y).abs().nan_to_num(math.inf))
-    at = torch.unravel_index(apart.argmax(), apart.shape)
+    distance = torch.where(same, -1.0, (x - y).abs().nan_to_num(math.inf))
+    at = torch.unravel_index(distance.argmax(), distance.shape)
     count = f"differs in {int((~same).sum()):,} of {same.numel():,} values, most at"
     return f"{count} {[*map(int, at)]}: {float(x[at])!r} in A, {float(y[at])!r} in B"

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gpus", type=int, default=1, help="Number of GPUs.")
     parser.add_argument("--tok-per-s", type=float, help="Tokens per second of all GPUs together.")
     asked, settings = parser.parse_known_args(argv)
-    found, kept = of_machine(), []
+    found, results = of_machine(), []
     if asked.recipe is not None:
         require_torch()
         from fastgpt.doctor.plan import of_run
@@ -47,13 +47,13 @@ def main(argv: list[str]) -> int:
     elif {*argv} - {"--json"}:
         raise UserError(f"{' '.join(argv)}: expected a recipe before it, or --json alone")
     for x in found:
-        kept.append(x)
+        results.append(x)
         cure = f"\n{'':9}cure: {one_line(x.cure)}" if x.cure else ""
         if not asked.json:
             print_text(f"{x.state:<8} {x.check}: {one_line(x.found)}{cure}")
-    count = Counter(x.state for x in kept)
+    count = Counter(x.state for x in results)
     faults = ", ".join(counted(count[state], state) for state in (PROBLEM, WARNING))
-    text = json.dumps([x._asdict() for x in kept], indent=1)
+    text = json.dumps([x._asdict() for x in results], indent=1)
     print_text(text if asked.json else f"{faults}, {count[OK]} ok")
     return int(count[PROBLEM] > 0)
 

@@ -83,9 +83,9 @@ def memory(config: Config, world: World, shards: int, size: float) -> Found:
     """Says what a step takes of a GPU, and which micro-batch fits if this one does not."""
     share, free = max(1, config.global_batch // world.dp_size), 0.9 * size
     most = min(config.train.micro_batch, share)
-    taken = {n: by_part(config, n, shards, size) for n in range(most, 0, -1) if share % n == 0}
-    n, parts = next(iter(taken.items()))
-    peak, fits = sum(parts.values()), [n for n in taken if sum(taken[n].values()) <= free]
+    usage = {n: by_part(config, n, shards, size) for n in range(most, 0, -1) if share % n == 0}
+    n, parts = next(iter(usage.items()))
+    peak, fits = sum(parts.values()), [n for n in usage if sum(usage[n].values()) <= free]
     cure = "--train.recompute full, or --parallel.kind fsdp on more GPUs, or a larger GPU"
     cure = f"--train.micro-batch {fits[0]}" if fits else cure
     itself = WARNING if fits and world.size == 1 else PROBLEM  # a run on one GPU takes less
@@ -117,9 +117,9 @@ def by_part(config: Config, sequences: int, shards: int, gpu: float) -> dict[str
     stream = 4 if train.residual == "fp32" else item
     turned = (model.position == "rotary") + 4 * model.qk_norm  # further copies of queries and keys
     attention = item * (2 * q + 2 * k + turned * (q + k)) + 4 * H
-    whole = attention + item * (2 * C + (2 + gated) * F) + stream * 2 * C
+    all_saved = attention + item * (2 * C + (2 + gated) * F) + stream * 2 * C
     some = attention + (item + 2 * stream) * C
-    layer = {"none": whole, "selective": some, "full": (item + stream) * C}
+    layer = {"none": all_saved, "selective": some, "full": (item + stream) * C}
     loss = min(M * V * item, gpu / GPU_SHARE) + V * C * (4 + item) + M * C * item
     loss = M * V * 12.0 if config.ops.loss == "torch" else loss
     return {
@@ -128,7 +128,7 @@ def by_part(config: Config, sequences: int, shards: int, gpu: float) -> dict[str
         "optimizer": 2 * weights / shards,
         "activations": M * model.num_layers * layer[train.recompute]
         + (weights / 2 if item == 2 else 0),  # autocast's copies
-        "logits and loss": max(loss, M * whole if train.recompute != "none" else 0),
+        "logits and loss": max(loss, M * all_saved if train.recompute != "none" else 0),
     }
 
 
@@ -170,6 +170,6 @@ def newest_record(config: Config, gpu: str) -> dict[str, Any] | None:
     files = [x for x in ROOT.glob("bench/results/*/*.jsonl") if gpu in x.parent.name.split("-")]
     rows = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
     ours = "step", "fastgpt", config.recipe
-    alike = [r for r in rows if (r["kind"], r.get("implementation"), r.get("recipe")) == ours]
-    alike = [r for r in alike if r["shape"]["T"] == config.model.context]
-    return max(alike, key=lambda r: r["run"], default=None)
+    comparable = [r for r in rows if (r["kind"], r.get("implementation"), r.get("recipe")) == ours]
+    comparable = [r for r in comparable if r["shape"]["T"] == config.model.context]
+    return max(comparable, key=lambda r: r["run"], default=None)

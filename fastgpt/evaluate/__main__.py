@@ -20,7 +20,7 @@ from fastgpt.evaluate.text import Scorer, read_text, score_text
 from fastgpt.files import write_atomically
 from fastgpt.terminal import print_text
 
-Row = tuple[str, str, float, int]
+TaskMetric = tuple[str, str, float, int]
 """Task, metric, value, and the number of examples (of a text: tokens)."""
 NAMES = ("task", "metric", "value", "examples")
 
@@ -63,7 +63,7 @@ def scorer_of(source: OpenedModel, batch: int, on: str, precision: str) -> Score
     )  # fmt: skip
 
 
-def evaluate(config: EvaluateConfig) -> list[Row]:
+def evaluate(config: EvaluateConfig) -> list[TaskMetric]:
     """Scores the text, and runs the tasks.
 
     Raises:
@@ -90,7 +90,7 @@ def evaluate(config: EvaluateConfig) -> list[Row]:
     return rows
 
 
-def _rows(results: dict) -> list[Row]:
+def _rows(results: dict) -> list[TaskMetric]:
     """Takes the metrics of tasks and groups out of the harness's results, without their errors."""
     counts = {task: count["effective"] for task, count in results["n-samples"].items()}
     return [
@@ -101,7 +101,7 @@ def _rows(results: dict) -> list[Row]:
     ]
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[TaskMetric]) -> str:
     """Lays out the results, one metric a line."""
     cells = [NAMES, *((*names, f"{x:.4f}", f"{count:,}") for *names, x, count in rows)]
     w = [max(map(len, column)) for column in zip(*cells)]

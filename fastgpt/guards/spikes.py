@@ -95,9 +95,9 @@ class Spikes:
                 f"{said}, for the {MOST + 1}th time since step {self._kept_step}: going back there"
                 " does not help (--train.spike-z)"
             )
-        for live, kept in zip(tree_leaves(self._live()), tree_leaves(self._kept)):
+        for live, saved in zip(tree_leaves(self._live()), tree_leaves(self._kept)):
             if isinstance(live, Tensor):
-                local(live).copy_(local(kept))
+                local(live).copy_(local(saved))
         self._warn(f"{said}: weights and optimizer go back to those of step {self._kept_step}")
 
     def state(self) -> dict[str, list[float]]:

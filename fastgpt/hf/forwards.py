@@ -26,8 +26,8 @@ Forward = Callable[..., Any]
 
 def runs_on(x: Tensor, *others: Tensor | None) -> bool:
     """Returns True if our kernels take x, and the other tensors are like it in dtype and device."""
-    alike = all(t is None or (t.dtype, t.device) == (x.dtype, x.device) for t in others)
-    return alike and x.dtype in DTYPES and runs_kernels(x.device)
+    uniform = all(t is None or (t.dtype, t.device) == (x.dtype, x.device) for t in others)
+    return uniform and x.dtype in DTYPES and runs_kernels(x.device)
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -117,21 +117,21 @@ def swiglu(self: Any, x: Tensor) -> Tensor:
 
 
 @cache
-def with_loss(own: Forward) -> Forward:
+def with_loss(original: Forward) -> Forward:
     """Returns the forward of a model whose loss in training never holds the logits of all tokens.
 
-    Its signature is that of `own`, the class's forward, because transformers looks at it.
+    Its signature is that of `original`, the class's forward, because transformers looks at it.
     """
-    signature = inspect.signature(own)
+    signature = inspect.signature(original)
 
-    @wraps(own)
+    @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         del given["self"]
         options = given.pop("kwargs", {}) | given
-        labels, kept = options.pop("labels", None), options.pop("logits_to_keep", 0)
-        if labels is None or not _fusible(self, kept, options):
-            return own(self, *args, **kwargs)
+        labels, logits_to_keep = options.pop("labels", None), options.pop("logits_to_keep", 0)
+        if labels is None or not _fusible(self, logits_to_keep, options):
+            return original(self, *args, **kwargs)
         from transformers import modeling_outputs
 
         gpt2 = self.config.model_type == "gpt2"

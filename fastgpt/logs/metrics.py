@@ -40,9 +40,9 @@ class MetricsLog:
         self.path, self.title, self.warn = run_dir / "metrics.jsonl", title, warn
         logged = filter(is_whole, read_records(self.path))
         self.records = [r for r in logged if r["step"] <= from_step]
-        kept = "".join(json.dumps(record) + "\n" for record in self.records)
+        text = "".join(json.dumps(record) + "\n" for record in self.records)
         with writing(self.path):
-            write_atomically(self.path, kept.encode())
+            write_atomically(self.path, text.encode())
         self.trackers = {
             name: subprocess.Popen(
                 [sys.executable, "-P", "-m", "fastgpt.logs.trackers", name, run_dir.absolute()],

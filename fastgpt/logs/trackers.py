@@ -106,8 +106,8 @@ def _added(file: Path, read: int) -> tuple[str, int]:
     with file.open("rb") as opened:
         opened.seek(read if read <= file.stat().st_size else 0)  # another file is in its place
         begin, found = opened.tell(), opened.read()
-    whole = found[: found.rfind(b"\n") + 1]
-    return whole.decode(errors="replace"), begin + len(whole)
+    complete = found[: found.rfind(b"\n") + 1]
+    return complete.decode(errors="replace"), begin + len(complete)
 
 
 if __name__ == "__main__":

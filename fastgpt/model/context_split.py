@@ -44,10 +44,10 @@ class ContextShard:
         Args:
             targets: (B, T) of whole sequences.
         """
-        own = targets[:, positions]
-        count, total = (own != IGNORED).sum(), (targets != IGNORED).sum()
+        local = targets[:, positions]
+        count, total = (local != IGNORED).sum(), (targets != IGNORED).sum()
         # a mean over no target would be NaN; its weight is 0
-        return own.masked_fill(count == 0, 0), self.size * count / total
+        return local.masked_fill(count == 0, 0), self.size * count / total
 
     def attend(
         self,

@@ -53,13 +53,13 @@ def draw(
     most = 1.0 if top_p is None else top_p
     if top_k is not None or most < 1 or min_p:
         # in order of their size; exactly k even with ties, unlike a threshold
-        kept, order = shares.topk(min(top_k or shares.shape[-1], shares.shape[-1]))
+        top, order = shares.topk(min(top_k or shares.shape[-1], shares.shape[-1]))
         if most < 1:  # the likeliest token always stays: in fp32 p may be 0
-            before = (kept.cumsum(-1) - kept) / kept.sum(-1, keepdim=True)
-            kept[:, 1:] *= before[:, 1:] < most
-        kept *= kept >= (min_p or 0) * kept[:, :1]
-        shares = torch.zeros_like(shares).scatter(-1, order, kept)
+            before = (top.cumsum(-1) - top) / top.sum(-1, keepdim=True)
+            top[:, 1:] *= before[:, 1:] < most
+        top *= top >= (min_p or 0) * top[:, :1]
+        shares = torch.zeros_like(shares).scatter(-1, order, top)
     if isinstance(generator, Sequence):
         pairs = zip(shares, generator, strict=True)
-        return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in pairs])
+        return torch.cat([torch.multinomial(row, 1, generator=of_row) for row, of_row in pairs])
     return torch.multinomial(shares, 1, generator=generator)[:, 0]

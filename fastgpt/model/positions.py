@@ -71,8 +71,8 @@ def _lowered(frequencies: Tensor, factor: float, low: float, high: float, contex
     code.
     """
     turns = context * frequencies / (2 * torch.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
 def _angles(T: int, frequencies: Tensor) -> Tensor:

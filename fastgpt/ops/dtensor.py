@@ -33,8 +33,8 @@ def local(x: SomeTensor, *, partial: bool = False) -> SomeTensor:
         return x
     from torch.distributed.tensor import Partial
 
-    own = x.to_local(grad_placements=[Partial()] if partial else None)
-    return cast(SomeTensor, own)
+    shard = x.to_local(grad_placements=[Partial()] if partial else None)
+    return cast(SomeTensor, shard)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,10 +55,10 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """Looks up tokens (B, T) in a table (V, C) whose rows may be shared out: (B, T, C)."""
     if not is_sharded(weight):
         return F.embedding(tokens, weight)
-    own, mesh = local(weight), weight.device_mesh
-    rows = tokens - mesh.get_local_rank() * len(own)
-    outside = (rows < 0) | (rows >= len(own))
-    found = F.embedding(rows.masked_fill(outside, 0), own)
+    shard, mesh = local(weight), weight.device_mesh
+    rows = tokens - mesh.get_local_rank() * len(shard)
+    outside = (rows < 0) | (rows >= len(shard))
+    found = F.embedding(rows.masked_fill(outside, 0), shard)
     return reduce_from_tp(found.masked_fill(outside[..., None], 0), mesh)
 
 

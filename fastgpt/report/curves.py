@@ -45,10 +45,10 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
     def source(number: int, column: str) -> ColumnDataSource:
         """Returns the points of a curve, with its name and its colour."""
         run, said = runs[number], LOSSES.get(column) or FIGURES[column]
-        kept = thinned(run.columns[column], 4 * POINTS // max(4, len(runs)))
-        data = dict[str, Any](x=run.columns["step"][kept], y=run.columns[column][kept])
-        data |= {axis: run.columns[axis][kept] for axis in ("step", "tokens", "seconds")}
-        data["best"] = kept == run.best
+        indices = thinned(run.columns[column], 4 * POINTS // max(4, len(runs)))
+        data = dict[str, Any](x=run.columns["step"][indices], y=run.columns[column][indices])
+        data |= {axis: run.columns[axis][indices] for axis in ("step", "tokens", "seconds")}
+        data["best"] = indices == run.best
         colour = COLOURS[(number if several else int(column == "val_loss")) % len(COLOURS)]
         name = f"{run.label}: {said}" if several else said
         return ColumnDataSource(data, name=name, tags=[colour])

@@ -78,8 +78,8 @@ def read_run(path: Path, label: str) -> Run:
     run = Run(path=path, label=label, config=config, manifest=manifest, columns=columns,
               samples=samples, notes=notes)  # fmt: skip
     if run.last_step < config.steps:
-        taken = f"{run.last_step:,} of {config.steps:,} steps"
-        notes.append(f"The run has logged {taken}: it is still training, or was stopped.")
+        progress = f"{run.last_step:,} of {config.steps:,} steps"
+        notes.append(f"The run has logged {progress}: it is still training, or was stopped.")
     losses = {r["step"]: r["train_loss"] for r in records if "train_loss" in r}
     broken = [step for step, loss in losses.items() if loss is None or not np.isfinite(loss)]
     if broken:
@@ -106,8 +106,8 @@ def _columns(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         columns[name] = np.array(
             [x if isinstance(x, int | float) else np.nan for x in values], float
         )
-    alike = {record["step"]: record["val_loss"] for record in comparable(records)}
-    columns["compared"] = np.array([alike.get(r["step"], np.nan) for r in records], float)
+    val_losses = {record["step"]: record["val_loss"] for record in comparable(records)}
+    columns["compared"] = np.array([val_losses.get(r["step"], np.nan) for r in records], float)
     columns["compared"][~np.isfinite(columns["val_loss"])] = np.nan
     logged, columns["smoothed"] = np.isfinite(columns["train_loss"]), columns["step"] * np.nan
     if logged.any():

@@ -21,7 +21,7 @@ from fastgpt.evaluate.validation import perplexity
 from fastgpt.files import write_atomically
 from fastgpt.report.data import POINTS, Run, evenly, read_run
 
-ROWS = 40
+MAX_ROWS = 40
 """Most rows in the table of logged figures."""
 RISEN = 0.01
 """Share of the validation loss by which it must have risen to be called overfitting."""
@@ -85,7 +85,7 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
     evaluated = np.flatnonzero(np.isfinite(run.columns["val_loss"])).tolist()
     rows = evaluated if len(evaluated) > 2 else range(len(run.columns["step"]))
     return {
-        "run": run, "text": coloured, "finding": finding(run), "rows": evenly(rows, ROWS),
+        "run": run, "text": coloured, "finding": finding(run), "rows": evenly(rows, MAX_ROWS),
         "commands": {"start": shlex.join(typed), "resume": resume + longer,
                      "sample": sample_command(run.checkpoint)},
         "settings": {flag(name): value for name, value in flat(asdict(run.config)).items()},
@@ -96,11 +96,11 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
 def finding(run: Run) -> str:
     """Says in words how the validation loss went, and since when the model has overfitted."""
     losses, compared = run.columns["val_loss"], run.columns["compared"]
-    at, apart, other = np.isfinite(compared), np.isfinite(losses) & (losses != compared), ""
+    at, differing, other = np.isfinite(compared), np.isfinite(losses) & (losses != compared), ""
     step, loss, size = (run.columns[name][at] for name in ("step", "compared", "val_tokens"))
-    if at.any() and apart.any():
+    if at.any() and differing.any():
         names = ("step", "val_tokens", "val_loss")
-        when, used, alone = (run.columns[name][apart][-1] for name in names)
+        when, used, alone = (run.columns[name][differing][-1] for name in names)
         other = f" At step {when:,.0f} the loss over {used:,.0f} tokens was {alone:.4f},"
         other += f" not comparable with those over {size[0]:,.0f}."
     if len(loss) < 3:
@@ -112,8 +112,8 @@ def finding(run: Run) -> str:
         return f"{said}, the last of its kind. It did not rise.{other}"
     said += f"; at step {step[-1]:,.0f} it was {loss[-1]:.4f}"
     if loss[-1] > loss[best] * (1 + RISEN):
-        kept = "; the weights of then are in checkpoints/best" * (run.checkpoint.name == "best")
-        return f"{said}. The model has overfitted since step {step[best]:,.0f}{kept}.{other}"
+        note = "; the weights of then are in checkpoints/best" * (run.checkpoint.name == "best")
+        return f"{said}. The model has overfitted since step {step[best]:,.0f}{note}.{other}"
     return f"{said}, about the same: no clear sign of overfitting.{other}"
 
 

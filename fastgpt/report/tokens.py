@@ -37,8 +37,8 @@ def coloured_text(run: Run, text: str) -> dict[str, Any]:
     run.notes.extend(source.warnings)
     scorer = scorer_of(source, 1, "cpu", "fp32")
     decode = scorer.tokenizer.decode
-    whole = read_text(text, scorer)[0] if text else _validation(run, source, scorer.tokenizer)
-    ids = whole[: MOST_TOKENS + 1].astype(np.int64)
+    all_ids = read_text(text, scorer)[0] if text else _validation(run, source, scorer.tokenizer)
+    ids = all_ids[: MOST_TOKENS + 1].astype(np.int64)
     if len(ids) < 2:
         raise UserError(f"the text has {counted(len(ids), 'token')}: expected at least 2")
     losses, log_p, likeliest = token_losses(scorer.model, torch.from_numpy(ids))

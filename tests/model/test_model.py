@@ -320,7 +320,7 @@ def test_compiles_fullgraph_and_only_once(options, attention):
 EOT = 49
 # Rows of 150 places: more than two of the blocks of 64 queries. The first document of the first row
 # began before the window; the second row has an empty one.
-ROWS = [[40, 24, 1, 85], [63, 1, 2, 84]]
+DOCUMENT_LENGTHS = [[40, 24, 1, 85], [63, 1, 2, 84]]
 
 
 def build_masked(attention: str, **options) -> GPT:
@@ -333,7 +333,9 @@ def build_masked(attention: str, **options) -> GPT:
 def draw_documents() -> tuple[Tensor, list[list[Tensor]]]:
     """Draws (2, 150) tokens, and the documents in each row."""
     generator = torch.Generator().manual_seed(1)
-    rows = [[torch.randint(EOT, (n,), generator=generator) for n in row] for row in ROWS]
+    rows = [
+        [torch.randint(EOT, (n,), generator=generator) for n in row] for row in DOCUMENT_LENGTHS
+    ]
     for number, row in enumerate(rows):
         for document in row[number == 0 :]:
             document[0] = EOT
