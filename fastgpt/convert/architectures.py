@@ -46,11 +46,11 @@ def _gpt2_read(fields: ConfigReader) -> HFConfig:
     fields.require("scale_attn_weights", True)
     fields.require("scale_attn_by_inverse_layer_idx", False)
     fields.require("add_cross_attention", False)
-    own = fields.inner("fastgpt")
+    extra = fields.inner("fastgpt")
     return {
         "activation": ACTIVATIONS[fields.require("activation_function", *GELUS)],
         "feed_forward_dropout": fields.get("resid_pdrop", float, 0.1),
-        **{name: own.get(name, bool, default) for name, default in GPT2.defaults.items()},
+        **{name: extra.get(name, bool, default) for name, default in GPT2.defaults.items()},
     }
 
 
@@ -177,8 +177,8 @@ LLAMA = Architecture(
 
 def _qwen3_write(config: ModelConfig) -> HFConfig:
     # weights that are 1 there because they do not exist here
-    own = {"qk_norm_weight": config.qk_norm_weight}
-    return _llama_write(config) | {"use_sliding_window": False, "fastgpt": own}
+    extra = {"qk_norm_weight": config.qk_norm_weight}
+    return _llama_write(config) | {"use_sliding_window": False, "fastgpt": extra}
 
 
 def _qwen3_read(fields: ConfigReader) -> HFConfig:
@@ -302,13 +302,13 @@ def tensor_maps(architecture: Architecture | None, config: ModelConfig) -> dict[
 
     Tensors that our model lacks have a constant.
     """
-    own, maps = shapes(config), {}
-    filled = own if architecture is None else shapes(replace(config, **architecture.defaults))
+    present, maps = shapes(config), {}
+    filled = present if architecture is None else shapes(replace(config, **architecture.defaults))
     for name, shape in filled.items():
         if architecture is None or name == "lm_head.weight":
             maps[name] = TensorMap((name,), shape)
         else:
             maps[name] = architecture.tensor(name, shape, config)
-        if name not in own:
+        if name not in present:
             maps[name] = replace(maps[name], constant=0.0 if name.endswith(".bias") else 1.0)
     return maps

@@ -173,7 +173,7 @@ def read_gguf(path: Path) -> tuple[HFConfig, Weights, Tokenizer, dict[str, str]]
             for x in tensor_maps(architecture, config).values()
             for name in x.names
         }
-        tokenizer, kept = JsonTokenizer(_tokenizer(said)), _hf_files(said)
+        tokenizer, hf_files = JsonTokenizer(_tokenizer(said)), _hf_files(said)
     except Exception as error:  # the package checks little
         why = str(error) if isinstance(error, UserError) else brief(error)
         raise UserError(f"{path} cannot be read as GGUF: {why}") from error
@@ -191,7 +191,7 @@ def read_gguf(path: Path) -> tuple[HFConfig, Weights, Tokenizer, dict[str, str]]
             return pairs.transpose(1, 2).reshape(x.shape)
         return x
 
-    return settings, Weights(plan, tensor), tokenizer, kept
+    return settings, Weights(plan, tensor), tokenizer, hf_files
 
 
 def _settings(said: HFConfig, shapes: dict[str, Any]) -> HFConfig:
@@ -200,14 +200,14 @@ def _settings(said: HFConfig, shapes: dict[str, Any]) -> HFConfig:
     architecture = {"llama": LLAMA, "qwen3": QWEN3}.get(kind)
     if architecture is None:
         raise UserError(f"general.architecture is {shown(kind)}: expected llama or qwen3")
-    own = {name.removeprefix(f"{kind}."): value for name, value in said.items()}
-    for name, value in own.items():
+    fields = {name.removeprefix(f"{kind}."): value for name, value in said.items()}
+    for name, value in fields.items():
         if isinstance(value, float):  # it has 32 bits there
-            own[name] = float(f"{value:.7g}")
+            fields[name] = float(f"{value:.7g}")
     found: HFConfig = {
-        theirs: own.get(KEYS.get(ours, "")) for theirs, (ours, *_) in architecture.table.items()
+        theirs: fields.get(KEYS.get(ours, "")) for theirs, (ours, *_) in architecture.table.items()
     }
-    scaling = own.get("rope.scaling.type", "none")
+    scaling = fields.get("rope.scaling.type", "none")
     return found | {
         "model_type": kind,
         "vocab_size": int(shapes["token_embd.weight"][1]),
@@ -215,7 +215,7 @@ def _settings(said: HFConfig, shapes: dict[str, Any]) -> HFConfig:
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_up.bias" in shapes,
         "tie_word_embeddings": "output.weight" not in shapes,
-        "rope_theta": own.get("rope.freq_base"),
+        "rope_theta": fields.get("rope.freq_base"),
         "rope_scaling": None if scaling == "none" else {"rope_type": scaling},
     }
 
@@ -224,10 +224,12 @@ def _hf_files(said: HFConfig) -> dict[str, str]:
     """Returns the files of Hugging Face with the chat template and the ids of begin and end."""
     ids = {x: said.get(f"tokenizer.ggml.{x}") for x in ("bos_token_id", "eos_token_id")}
     tokens = said["tokenizer.ggml.tokens"]
-    own: HFConfig = {x.removesuffix("_id"): tokens[id] for x, id in ids.items() if id is not None}
-    own["tokenizer_class"] = "PreTrainedTokenizerFast"
-    own["chat_template"] = said.get("tokenizer.chat_template")
-    return {"tokenizer_config.json": json.dumps(own), "config.json": json.dumps(ids)}
+    fields: HFConfig = {
+        x.removesuffix("_id"): tokens[id] for x, id in ids.items() if id is not None
+    }
+    fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    fields["chat_template"] = said.get("tokenizer.chat_template")
+    return {"tokenizer_config.json": json.dumps(fields), "config.json": json.dumps(ids)}
 
 
 def _tokenizer(said: HFConfig) -> str:
@@ -235,14 +237,14 @@ def _tokenizer(said: HFConfig) -> str:
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-    own = {x.removeprefix("tokenizer.ggml."): value for x, value in said.items()}
-    cut = own.get("pre")
-    if own.get("model") != "gpt2" or cut not in CUTS:
-        found = f"{shown(own.get('model'))}, cut as {shown(cut)}"
+    fields = {x.removeprefix("tokenizer.ggml."): value for x, value in said.items()}
+    cut = fields.get("pre")
+    if fields.get("model") != "gpt2" or cut not in CUTS:
+        found = f"{shown(fields.get('model'))}, cut as {shown(cut)}"
         raise UserError(f"the tokenizer is {found}: expected gpt2, cut as {either(tuple(CUTS))}")
-    tokens, kinds = own["tokens"], own["token_type"]
+    tokens, kinds = fields["tokens"], fields["token_type"]
     ids = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
-    pairs = [tuple(x.split(" ", 1)) for x in own["merges"]]
+    pairs = [tuple(x.split(" ", 1)) for x in fields["merges"]]
     merges = [x for x in pairs if "".join(x) in ids]
     made = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=cut == "llama-bpe"))
     made.add_special_tokens([x for x, kind in zip(tokens, kinds) if kind == CONTROL])
@@ -253,9 +255,9 @@ def _tokenizer(said: HFConfig) -> str:
     made.decoder = decoders.ByteLevel()
     if cut == "qwen2":
         made.normalizer = normalizers.NFC()
-    if own.get("add_bos_token", cut == "llama-bpe"):
-        begin = tokens[own["bos_token_id"]]
+    if fields.get("add_bos_token", cut == "llama-bpe"):
+        begin = tokens[fields["bos_token_id"]]
         made.post_processor = processors.TemplateProcessing(
-            single=[begin, "$A"], special_tokens=[(begin, own["bos_token_id"])]
+            single=[begin, "$A"], special_tokens=[(begin, fields["bos_token_id"])]
         )
     return made.to_str()

@@ -86,9 +86,11 @@ def _add_vocabulary(writer: Any, source: OpenedModel, types: Any) -> None:
     merges = model.get("merges") or []
     begin, end = begin_and_end(source).values()
     end = end[0] if isinstance(end, list) and end else end
-    own = cut.get("add_prefix_space") or spec.get("normalizer") or model.get("ignore_merges")
-    own = own or (merges and (end is None or not cut.get("use_regex", True)))
-    if (model.get("type"), cut.get("type")) != ("BPE", "ByteLevel") or own:
+    unsupported = (
+        cut.get("add_prefix_space") or spec.get("normalizer") or model.get("ignore_merges")
+    )
+    unsupported = unsupported or (merges and (end is None or not cut.get("use_regex", True)))
+    if (model.get("type"), cut.get("type")) != ("BPE", "ByteLevel") or unsupported:
         raise UserError(
             "GGUF needs a tokenizer that merges bytes within GPT-2's words and has an end of text,"
             f" or bytes alone: this model has {'none' if tokenizer is None else tokenizer.kind}"

@@ -289,9 +289,11 @@ def _mapped(
         again = tied and torch.equal(stored[name], stored[maps["wte.weight"].names[0]])
         if not again and not (architecture is not None and name.endswith(BUFFERS)):
             raise UserError(f"{path}: {name} belongs to no part of the model that it describes")
-    own = {name: x for name, x in maps.items() if x.constant is None}
-    plan = {name: x.ours([stored.plan[part] for part in x.names]) for name, x in own.items()}
-    return Weights(plan, lambda name: own[name].ours([stored[part] for part in own[name].names]))
+    present = {name: x for name, x in maps.items() if x.constant is None}
+    plan = {name: x.ours([stored.plan[part] for part in x.names]) for name, x in present.items()}
+    return Weights(
+        plan, lambda name: present[name].ours([stored[part] for part in present[name].names])
+    )
 
 
 def _check(

@@ -58,17 +58,17 @@ def write_folder(source: OpenedModel, target: Path, shard_bytes: int) -> None:
     _write_tensors(source, tensor_maps(architecture, source.config), target, shard_bytes)
     if tokenizer is not None:
         vocabulary.write(tokenizer, target, source.config.context)
-    kept = source.hf_files
-    for name in kept.keys() & HF_FILES:
-        own = text_elsewhere(kept, tokenizer) if name == "chat_template.jinja" else None
-        (target / name).write_text(own or kept[name], encoding="utf-8")
+    files = source.hf_files
+    for name in files.keys() & HF_FILES:
+        template = text_elsewhere(files, tokenizer) if name == "chat_template.jinja" else None
+        (target / name).write_text(template or files[name], encoding="utf-8")
 
 
 def begin_and_end(source: OpenedModel) -> HFConfig:
     """Returns the fields `TOKEN_IDS`: the model's own, else the tokenizer's end of text."""
-    tokenizer, kept = source.tokenizer, source.hf_files.get("config.json", "{}")
+    tokenizer, config = source.tokenizer, source.hf_files.get("config.json", "{}")
     ids: HFConfig = dict.fromkeys(TOKEN_IDS, None if tokenizer is None else tokenizer.eot_id)
-    return ids | token_ids(parse_object(kept, source.path / "huggingface.json"))
+    return ids | token_ids(parse_object(config, source.path / "huggingface.json"))
 
 
 def renamed(
@@ -77,8 +77,8 @@ def renamed(
     """Yields the tensors of a model under others' names."""
     for name, x in maps.items():
         constant = x.constant
-        own = weights[name] if constant is None else torch.full(x.shape, constant, dtype=dtype)
-        yield from x.theirs(own)
+        tensor = weights[name] if constant is None else torch.full(x.shape, constant, dtype=dtype)
+        yield from x.theirs(tensor)
 
 
 def _write_tensors(

@@ -125,13 +125,13 @@ def stdlib_source(root: Path) -> Source:
     Raises:
         UserError: the library's source is missing (a zipped or an embedded Python).
     """
-    kept: set[str] = set()
+    chosen: set[str] = set()
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [x for x in subfolders if x not in STDLIB_SKIPPED_FOLDERS]
         found = [Path(folder, x).relative_to(root) for x in files if x.endswith(".py")]
         skipped = [x for x in found for part in x.parts if part.startswith(STDLIB_SKIPPED_PREFIXES)]
-        kept |= {path.as_posix() for path in found if path not in skipped}
-    paths = [str(root / path) for path in sorted(kept - STDLIB_SKIPPED_FILES)]
+        chosen |= {path.as_posix() for path in found if path not in skipped}
+    paths = [str(root / path) for path in sorted(chosen - STDLIB_SKIPPED_FILES)]
     size = sum(os.path.getsize(path) for path in paths)
     if size < STDLIB_MIN_BYTES:
         raise UserError(
@@ -218,5 +218,5 @@ def _with_splits(paths: list[str], form: str) -> tuple[SourceFile, ...]:
 def _file_name(name: str) -> str:
     """Returns `name` without its suffixes, in letters, digits, `-` and `_`."""
     stem = name.lstrip(".").split(".")[0].lower()
-    kept = "".join(c if c.isalnum() or c in "-_" else "-" for c in stem)
-    return kept.strip("-")[:40] or "corpus"
+    cleaned = "".join(c if c.isalnum() or c in "-_" else "-" for c in stem)
+    return cleaned.strip("-")[:40] or "corpus"

@@ -29,7 +29,7 @@ Part = tuple[str | None, bool]
 """Part of a rendered conversation, None for the end of text before it, and whether it is learnt."""
 Encoded = tuple[np.ndarray, np.ndarray]
 """Ids of a conversation (N,) int64, and which of them are learnt (N,) bool."""
-WHOLE = "{% set bos_token = "
+EXTERNAL = "{% set bos_token = "
 """Beginning of a template that writes all of a conversation, even what begins it."""
 
 
@@ -61,11 +61,11 @@ class Template:
         Raises:
             UserError: the template writes a conversation anew when it goes on.
         """
-        whole = self.text.startswith(WHOLE)
-        if whole and messages[-1]["role"] != "assistant":
+        external = self.text.startswith(EXTERNAL)
+        if external and messages[-1]["role"] != "assistant":
             yield self.render(messages, answering=True), False
             return
-        if not whole:
+        if not external:
             yield None, False
         done = ""
         for end, message in enumerate(messages):
@@ -73,16 +73,16 @@ class Template:
             if not answers and end + 1 < len(messages):
                 continue
             asked = self.render(messages[: end + (not answers)], answering=True)
-            whole = self.render(messages[: end + 1]) if answers else asked
-            if not (asked.startswith(done) and whole.startswith(asked)):
+            full = self.render(messages[: end + 1]) if answers else asked
+            if not (asked.startswith(done) and full.startswith(asked)):
                 raise UserError(
                     "the chat template changes earlier turns when a conversation goes on: expected"
                     " one that only adds text"
                 )
             yield asked[len(done) :], False
             if answers:
-                yield whole[len(asked) :], True
-            done = whole
+                yield full[len(asked) :], True
+            done = full
 
     def end_of_turn(self) -> str:
         """Returns what follows an answer, without white space around it; may be empty."""
@@ -113,7 +113,7 @@ def template_of(files: Mapping[str, str]) -> Template | None:
 def text_elsewhere(files: Mapping[str, str], tokenizer: Tokenizer | None) -> str | None:
     """Returns the chat template for other programs, which write no end of text before it."""
     text, _ = _text_and_settings(files)
-    if text is None or text.startswith(WHOLE) or "tokenizer_config.json" in files:
+    if text is None or text.startswith(EXTERNAL) or "tokenizer_config.json" in files:
         return text
     begin = None if tokenizer is None else tokenizer.eot_id
     return text if tokenizer is None or begin is None else tokenizer.decode([begin]) + text
