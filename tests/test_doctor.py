@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from bench.memory import account
+from bench.memory import memory_use
 from fastgpt.config.recipes import RECIPES
 from fastgpt.device import device
 from fastgpt.doctor import __main__ as doctor
@@ -152,7 +152,7 @@ def test_the_estimate_is_what_the_tensors_take(recompute, changes, within):
     model = replace(config.model, num_layers=4, **changes)
     train = replace(config.train, recompute=recompute, residual="fp32")
     parts = plan.by_part(replace(config, model=model, train=train), 64, 1, H100_BYTES)
-    counted = account(model, 64, "chunked", recompute=recompute)
+    counted = memory_use(model, 64, "chunked", recompute=recompute)
     assert parts["weights"] == pytest.approx(counted.weights, rel=0.01)
     assert sum(parts.values()) - parts["optimizer"] == pytest.approx(counted.peak, rel=within)
 
