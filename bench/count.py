@@ -77,9 +77,9 @@ class CountBench:
     recipe: str = "gpt2-124m"
     """Recipe of the network and settings."""
     batch: int = 16
-    """Sequences in the step that is told of."""
+    """Number of sequences in the step that is counted."""
     context: int = 1024
-    """Tokens in a sequence of it."""
+    """Number of tokens in each sequence."""
     nanogpt: Path | None = None
     """Path of a nanoGPT checkout, whose model.py is imported."""
     nanochat: Path | None = None
