@@ -107,7 +107,9 @@ def find_defaults(argv: Sequence[str], header: bool = True) -> tuple[Config, str
     )
     if resume is not None and file is not None:
         raise UserError(f"--config is {file}: a resumed run has its settings: expected flags alone")
-    if resume is not None and (found := find_run(resume, run_dir and Path(run_dir), recipe)):
+    if resume is not None and (
+        found := find_run(resume, Path(run_dir) if run_dir else None, recipe)
+    ):
         run, path = found
         saved = _saved(run, resume, init_from, in_file)
         return replace(saved, run_dir=run, resume=str(path)), f"the run {run}", words
