@@ -47,7 +47,7 @@ def asked(tmp_path, *implementations_, **options) -> step.StepBench:
 
 
 @pytest.mark.slow
-def test_contenders_take_turns_and_one_that_fails_is_named(tmp_path, capfd, one_thread):
+def test_implementations_take_turns_and_one_that_fails_is_named(tmp_path, capfd, one_thread):
     (tmp_path / "model.py").write_text(STAND_IN)
     names = ("fastgpt", "eager", "nanogpt", "nanogpt fp32")
     bench = asked(tmp_path, *names, nanogpt=tmp_path, parallel_start=True, explain=True)
