@@ -1,7 +1,8 @@
 """Fused Triton ops for the training step of a GPT, one folder for each op: `fastgpt.kernels`.
 
 In each folder `op` has the public function, its checks and its plain PyTorch reference
-(`<op>_ref`; attention's is in `plain`), `device` the Triton kernels and what launches them.
+(`<op>_ref`; attention's is in `plain`), `device` the Triton kernels and what launches them (for
+attention `forward` and `backward`).
 """
 
 if __name__ == "kernels":  # imported in the repository's root: leads to fastgpt.kernels

@@ -4,8 +4,7 @@ The tables map the names of `OpsConfig` to functions: `torch` is the plain form,
 fused attention, `flash_attn` that of the package flash-attn, `triton` our kernels, on CUDA (and for
 tests on CPUs, in Triton's interpreter); `blocked` and `packed_rng` are for CPUs; `chunked` is for
 both, with our kernels on CUDA. A name that cannot run on the device is an error, never a silent
-fallback; `auto` is resolved once, when the model is built, and the choice is written to the run's
-manifest.
+fallback. A run's plan resolves `auto` once, and its manifest has the choice.
 """
 
 import importlib.util

@@ -112,6 +112,11 @@ def check_combination(config: Config, precision: str) -> None:
             raise UserError(f"--parallel.{given} is {value}: expected {expected}")
 
 
+def tensor_parallel(ops: Ops) -> Ops:
+    """Returns ops whose loss takes the parts of the vocabulary that tensor-parallel ranks have."""
+    return replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})
+
+
 # --- the model ------------------------------------------------------------------------------------
 
 
@@ -125,8 +130,6 @@ def build_parallel_model(
     """
     parallel = config.parallel
     sharded = shards_weights(parallel, world)
-    if parallel.tp > 1:
-        ops = replace(ops, loss=linear_cross_entropy, names=ops.names | {"loss": "torch"})
     mesh = build_mesh(parallel, world, device) if sharded or world.model_parallel_size > 1 else None
     options: dict[str, Any] = {
         "z_loss": config.train.z_loss,

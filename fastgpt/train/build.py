@@ -197,7 +197,7 @@ class Run:
 
     def _weights_and_moments(self) -> tuple[Any, Any]:
         states = [optimizer.state_dict()["state"] for optimizer in self.optimizers.all]
-        return [x.detach() for x in self.model.parameters()], states
+        return [x.detach() for x in self.optimizers.parameters], states
 
 
 def _compiled(
@@ -229,7 +229,7 @@ def probe_micro_batch(
     Raises:
         UserError: not even one sequence does.
     """
-    size, share = plan.micro_batch, plan.config.global_batch
+    size, batch = plan.micro_batch, plan.config.global_batch
     while True:
         with suppress(torch.OutOfMemoryError):
             try_micro_steps(plan, forward, optimizers, size)
@@ -242,11 +242,11 @@ def probe_micro_batch(
                 " GPU (nvidia-smi shows them), or train a smaller model or with a smaller"
                 " --model.context"
             )
-        size = next(n for n in range(size // 2, 0, -1) if share % n == 0)
+        size = next(n for n in range(size // 2, 0, -1) if batch % n == 0)
     if size != plan.micro_batch:
         warn(
             f"--train.micro-batch is {plan.micro_batch}, for which the GPU's memory is too small:"
-            f" using {size}, {share // size} at a time for the same batch (gradient accumulation)"
+            f" using {size}, {batch // size} at a time for the same batch (gradient accumulation)"
         )
     return size
 

@@ -18,7 +18,7 @@ from fastgpt.autotune.trials import Sizes
 from fastgpt.config.config import CONVERTED, Config, saved_config
 from fastgpt.config.files import read_settings, with_settings
 from fastgpt.config.recipes import RECIPES
-from fastgpt.convert.source import OpenedModel, read, read_header
+from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.dataset import Dataset
 from fastgpt.data.items import Data
 from fastgpt.data.order import SampleOrder
@@ -71,8 +71,6 @@ def configure(argv: Sequence[str]) -> Config:
         config = replace(config, epochs=None)
     if default.resume is not None:  # not the word `auto`, but the run that it found
         return replace(config, resume=default.resume)
-    if config.init_from is not None:
-        check_architecture(config, read_header(config.init_from))
     return config
 
 
@@ -157,7 +155,7 @@ def _saved(run: Path, resume: str, init_from: str | None, recipe: str | None) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """All that a run decides before it is built, the same on every rank; nothing changes it later.
+    """All that a run decides before it is built; ranks differ in `world` alone.
 
     A run saves `config` as config.json, and the rest in manifest.json.
     """
@@ -224,6 +222,7 @@ def resolve(
     source = None
     if config.init_from is not None and not resumes(config.resume):
         source = read(config.init_from)
+        check_architecture(config, source.config)
     for warning in [*filter(None, [note]), *(source.warnings if source else ())]:
         warn(warning)
     opened = open_for_run(config, data, source, world, warn)
@@ -232,8 +231,6 @@ def resolve(
         size = config.model.vocab_size or data.vocab_size
         config = replace(config, data=own, model=replace(config.model, vocab_size=size))
     config = with_vocabulary(config, opened.tokenizer)
-    if source is not None:
-        check_architecture(config, source.config)
     if world.size > 1:
         parallelize.check_combination(config, precision)
     orders = opened.orders(config.model.context, config.seed)
@@ -246,11 +243,13 @@ def resolve(
     chosen, trials = world.on_rank0(
         lambda: choose.choose(config.ops, sizes, on, warn), world.long_timeout_group()
     )
+    ops = tables.select(config.ops, on, chosen)
+    if config.parallel.tp > 1:
+        ops = parallelize.tensor_parallel(ops)
     return Plan(
         config=config, world=world, device=on, precision=precision, compiled=compiled,
         residual_dtype=residual_dtype, source=source, data=opened, orders=orders,
-        resumed=resumed, micro_batch=micro_batch, trials=trials,
-        ops=tables.select(config.ops, on, chosen),
+        resumed=resumed, micro_batch=micro_batch, ops=ops, trials=trials,
     )  # fmt: skip
 
 

@@ -4,11 +4,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.async_saver import Saver
@@ -46,9 +44,13 @@ class Recorder:
         self.metrics: MetricsLog | None = None
         self.best: tuple[float, float] = (math.inf, 0)
         """Lowest validation loss of a checkpoint on disk, and its step."""
-        self.prompt = self._encoded_prompt()
+        prompt = sample_prompt(self.config, self.plan.data.corpora[0])
+        self.prompt = encode_prompt(prompt, self.plan.data.tokenizer, "the prompt of the samples")
         self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
-        self.run_dir, self.peak = self.world.on_rank0(self._open_files)
+        with ExitStack() as cleanup:
+            cleanup.callback(lambda: self.lock and self.lock.release())
+            self.run_dir, self.peak = self.world.on_rank0(self._open_files)
+            cleanup.pop_all()
         source, found = self.plan.source, self.plan.resumed.checkpoint
         kept = init_from.kept_files(source, found and found.path, self.plan.data.template)
         self.saver = Saver(
@@ -60,10 +62,6 @@ class Recorder:
             keep=self.config.train.keep_checkpoints,
             huggingface_json=json.dumps(kept) if kept else None,
         )
-
-    def _encoded_prompt(self) -> torch.Tensor:
-        prompt = sample_prompt(self.config, self.plan.data.corpora[0])
-        return encode_prompt(prompt, self.plan.data.tokenizer, "the prompt of the samples")
 
     def _open_files(self) -> tuple[Path, float]:
         """Creates or reopens the run directory and its logs, and prints the header.
@@ -95,7 +93,7 @@ class Recorder:
 
         MFU is relative to `peak`, the FLOP/s of all ranks.
         """
-        plan, data, model = self.plan, self.plan.data, self.run.model
+        plan, data = self.plan, self.plan.data
         return {
             "device": device.device_name(plan.device),
             "on": plan.device,
@@ -103,9 +101,9 @@ class Recorder:
             "precision": plan.precision,
             "compile": plan.compiled,
             "micro_batch": self.run.micro_batch,
-            "ops": model.ops.names,
+            "ops": plan.ops.names,
             "trials": plan.trials,
-            "parameters": model.num_params(),
+            "parameters": self.run.model.num_params(),
             "peak_flops": peak,
             "mfu": MFU_CONVENTION,
             "resumed_from_step": self.run.step or None,

@@ -167,7 +167,7 @@ def test_settings_in_a_file_are_held_to_the_architecture(hf, tmp_path):
     assert configure(["--config", str(file)]) == config
     file.write_text(f"recipe: baby\ninit_from: {hf}\nmodel: {{num_layers: 9}}")
     with pytest.raises(UserError, match=r"--model.num-layers is 9: expected \d+, as in"):
-        configure(["--config", str(file)])
+        resolve(configure(["--config", str(file)]))
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"cut")])
