@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,38 +65,44 @@ def build(plan: Plan, warn: Warn = print, probe: bool = True) -> "Run":
         context=config.model.context, global_batch=config.global_batch, micro_batch=micro_batch,
         rank=world.dp_rank, world_size=world.dp_size, pad_id=plan.data.pad_id, device=on,
     )  # fmt: skip
-    return Run(plan, model, forward, ddp, optimizers, loader, micro_batch, warn)
+    spikes = None
+    if config.train.spike_z:
+        spikes = Spikes(config.train.spike_z, optimizers.weights_and_moments, warn)
+        if plan.resumed.checkpoint is not None:
+            spikes.load(plan.resumed.step, plan.resumed.checkpoint.state.get("spikes", {}))
+    return Run(
+        plan=plan, model=model, forward=forward, ddp=ddp, optimizers=optimizers, loader=loader,
+        micro_batch=micro_batch, step=plan.resumed.step, loss=torch.zeros((), device=on),
+        grad_norm=torch.zeros((), device=on),
+        finite=Finite(config.train.skip_nonfinite, optimizers.norms), spikes=spikes,
+    )  # fmt: skip
 
 
+@dataclass(kw_only=True)
 class Run:
     """A run on one rank: its parts, and how far it has come."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        model: GPT,
-        forward: Callable[..., Tensor],
-        ddp: DistributedDataParallel | None,
-        optimizers: Optimizers,
-        loader: Loader,
-        micro_batch: int,
-        warn: Warn,
-    ) -> None:
-        self.plan, self.model, self.optimizers, self.loader = plan, model, optimizers, loader
-        self.forward, self.ddp = forward, ddp
-        """The model as evaluations call it, compiled if asked for, and its DDP replica, if any."""
-        self.micro_batch = micro_batch
-        self.names = [name for name, _ in model.named_parameters()]
-        self.step = plan.resumed.step
-        self.loss = self.grad_norm = torch.zeros((), device=plan.device)
-        """Training loss and gradient norm of the last step, on the device: reading them waits."""
-        train, checkpoint = plan.config.train, plan.resumed.checkpoint
-        self.finite = Finite(train.skip_nonfinite, optimizers.norms)
-        self.spikes = None
-        if train.spike_z:
-            self.spikes = Spikes(train.spike_z, self._weights_and_moments, warn)
-            if checkpoint is not None:
-                self.spikes.load(self.step, checkpoint.state.get("spikes", {}))
+    plan: Plan
+    model: GPT
+    forward: Callable[..., Tensor]
+    """The model, compiled if the plan says so."""
+    ddp: DistributedDataParallel | None
+    """Calls the model in training where several ranks hold all weights."""
+    optimizers: Optimizers
+    loader: Loader
+    micro_batch: int
+    step: int
+    loss: Tensor
+    """Training loss of the last step, (), on the device: to read it waits."""
+    grad_norm: Tensor
+    """Norm of that step's gradient before clipping, ()."""
+    finite: Finite
+    spikes: Spikes | None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters, in their order."""
+        return [name for name, _ in self.model.named_parameters()]
 
     @property
     def tokens(self) -> int:
@@ -194,10 +201,6 @@ class Run:
             # each step's random numbers are a function of these and of the rank
             "rng": {"seed": self.plan.config.seed, "step": self.step},
         }
-
-    def _weights_and_moments(self) -> tuple[Any, Any]:
-        states = [optimizer.state_dict()["state"] for optimizer in self.optimizers.all]
-        return [x.detach() for x in self.optimizers.parameters], states
 
 
 def _compiled(

@@ -110,6 +110,11 @@ class Optimizers:
                 self.scaler.step(optimizer)
         self.scaler.update()
 
+    def weights_and_moments(self) -> tuple[list[Tensor], list[Any]]:
+        """Returns the weights and the optimizers' states, as they are."""
+        states = [optimizer.state_dict()["state"] for optimizer in self.all]
+        return [weight.detach() for weight in self.parameters], states
+
     def keep_gradients(self) -> None:
         """Gives each gradient memory for good: CUDA graphs cannot add to what one of them made."""
         for weight in self.parameters:
