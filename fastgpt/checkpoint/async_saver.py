@@ -56,15 +56,11 @@ class Saver:
 
     Args:
         folder: folder of the checkpoints.
-        on_error: called by the thread once a checkpoint could not be written.
         fixed: what `checkpoint.save` is given each time, such as `config_json` and `keep`.
     """
 
-    def __init__(
-        self, folder: Path, on_error: Callable[[], object] = lambda: None, **fixed: Any
-    ) -> None:
+    def __init__(self, folder: Path, **fixed: Any) -> None:
         self.folder, self._write = folder, partial(checkpoint.save, folder, **fixed)
-        self._on_error = on_error
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         # a new thread begins on GPU 0, and would use memory there
         begin = None if gpu is None else partial(torch.cuda.set_device, gpu)
@@ -98,9 +94,12 @@ class Saver:
 
     def start(self, job: Callable[[], object]) -> None:
         """Queues `job`; its error is raised by the next `wait`."""
-        future = self._thread.submit(job)
-        future.add_done_callback(lambda done: done.exception() and self._on_error())
-        self._jobs.append(future)
+        self._jobs.append(self._thread.submit(job))
+
+    @property
+    def failed(self) -> bool:
+        """True if a job that was not waited for has failed."""
+        return any(job.done() and job.exception() for job in self._jobs)
 
     def wait(self) -> None:
         """Waits for all jobs, and raises the error of the one that failed, the first time."""

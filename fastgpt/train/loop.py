@@ -65,7 +65,7 @@ def train(
             run.spikes.after_step(run.step, run.loss, run.grad_norm)
         if recorder is None:
             continue
-        recorder.keep_settings()
+        recorder.after_step()
         if recorder.logs_now():
             recorder.log()
         if recorder.evaluates_now() or recorder.saves_now():

@@ -55,8 +55,6 @@ class Recorder:
         kept = init_from.kept_files(source, found and found.path, self.plan.data.template)
         self.saver = Saver(
             self.run_dir / "checkpoints",
-            # all ranks leave together, and raise its error there
-            lambda: self.stop and self.stop.ask(),
             config_json=to_json(self.config),
             save_tokenizer=self.plan.data.tokenizer.save,
             keep=self.config.train.keep_checkpoints,
@@ -188,8 +186,10 @@ class Recorder:
         self.display.doing(what)
         watchdog.progress()
 
-    def keep_settings(self) -> None:
-        """Writes the settings of a run that is resumed, once a step has been taken with them."""
+    def after_step(self) -> None:
+        """Writes the settings once a step has been taken with them; stops if a save has failed."""
+        if self.saver.failed and self.stop is not None:
+            self.stop.ask()  # all ranks leave together, and raise its error there
         if self.run.step == self.plan.resumed.step + 1:
             self._on_rank0(lambda: directory.write_config(self.run_dir, self.config))
 

@@ -81,7 +81,7 @@ def seen(monkeypatch, request):
     indirect=["seen"],
 )
 def test_a_run_trains_on_each_kind_of_device(seen, kind, precision, fit, tmp_path, monkeypatch):
-    monkeypatch.setitem(tables.DROPOUT, "lanes", F.dropout)  # the same masks on the CPU
+    monkeypatch.setitem(tables.DROPOUT, "packed_rng", F.dropout)  # the same masks on the CPU
     flags = "--optim.kind adamw --train.precision auto --model.dropout 0.1 --train.compile "
     plain = fit(flags, "off --train.precision fp32", PLAIN, f"--run-dir {tmp_path / 'cpu'}")
     with OnTheCPU(kind) as mode:

@@ -41,7 +41,7 @@ def test_a_rank_that_sleeps_in_its_data_ends_all_and_its_stacks_are_there(tiny, 
     assert process.returncode == 1
     assert "Timeout (0:00:05)!" in err
     assert " in sleepy\n" in err
-    assert " in train_step\n" in err
+    assert " in train\n" in err
 
 
 HANGS = """

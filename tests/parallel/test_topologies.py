@@ -27,7 +27,7 @@ def as_flags(given) -> str:
     """Writes settings as on the command line."""
     found = []
     for name, value in given.items():
-        if isinstance(value, bool):
+        if isinstance(value, bool) and name not in ("model.qk_norm", "model.bias"):
             group, _, last = name.partition(".")
             name, value = (name if value else f"{group}.no_{last}"), ""
         found.append(f"{flag(name)} {value}".strip())

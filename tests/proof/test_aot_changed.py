@@ -47,7 +47,7 @@ SELECT = """
 import importlib, json, sys
 from pathlib import Path
 from fastgpt.kernels import aot
-from fastgpt.kernels.proof.compile import Row, collect, fingerprint
+from fastgpt.kernels.proof.compile import CompileResult, collect, fingerprint
 
 names, folder = sys.argv[2:], sys.argv[1]
 sys.path.insert(0, folder)
@@ -55,11 +55,12 @@ budget = str(Path(folder, "budget.json"))
 
 def selected(name):
     args = ["--changed", "--arch", "90", "--modules", name, "--budget", budget]
-    return [config.key for config in aot.select(aot.parse(args))]
+    return [config.key for config in aot.select(aot.parse_args(args))]
 
 found = {"before": selected(names[0])}
 configs = collect([importlib.import_module(names[0]).variants], [90])
-aot.record([Row(c.kernel, 90, c.label, fingerprint=fingerprint(c)) for c in configs], Path(budget))
+rows = [CompileResult(c.kernel, 90, c.label, fingerprint=fingerprint(c)) for c in configs]
+aot.record(rows, Path(budget))
 print(json.dumps(found | {name: selected(name) for name in names}))
 """
 

@@ -9,7 +9,6 @@ import torch
 
 from fastgpt.errors import UserError
 from fastgpt.logs.metrics import read_records
-from fastgpt.train.build import build
 from fastgpt.train.plan import configure, resolve
 from fastgpt.train.trainer import Trainer
 from tests.data.sets import prepared, texts, write_documents
@@ -50,7 +49,7 @@ def test_documents_have_the_tokenizer_of_the_recipe(tiny, tmp_path, monkeypatch,
         if not flags
         else pytest.raises(UserError, match=r"with --data.tokenizer bytes")
     ):
-        assert build(resolve(configure(argv))).data.tokenizer.kind == "bytes"
+        assert resolve(configure(argv)).data.tokenizer.kind == "bytes"
 
 
 def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length(
