@@ -71,7 +71,7 @@ class Loader(AbstractContextManager):
             )
         self.accumulation = global_batch // (world_size * micro_batch)
         """Number of micro-batches per rank in a global batch."""
-        self.share = 1.0
+        self.target_ratio = 1.0
         """Number of targets in the last micro-batch, relative to the mean in its global batch; 1
         without padding."""
         self.waited_s = 0.0
@@ -107,7 +107,7 @@ class Loader(AbstractContextManager):
             raise RuntimeError("the loader is closed")
         began = time.perf_counter()
         # an error stays the first, for the next call
-        x, y, self.share, state = self._ready[0].result()
+        x, y, self.target_ratio, state = self._ready[0].result()
         self.waited_s += time.perf_counter() - began
         self._ready.popleft()
         self._ready.append(self._submit())
@@ -195,7 +195,7 @@ def random_batches(
     """Makes batches of random windows, (B, T) each, drawn with replacement from `seed` alone.
 
     Args:
-        samples: number of windows over all ranks, a multiple of B.
+        samples: number of windows over all ranks, rounded up to a multiple of B.
         seed: integers of 32 bits.
         rank: this rank takes every `world_size`-th batch.
     Raises:
@@ -207,7 +207,8 @@ def random_batches(
             f" needs {context + 1:,}"
         )
     stream = np.random.RandomState(list(seed))
-    starts = stream.randint(len(tokens) - context, size=(samples // micro_batch, micro_batch))
+    batches = -(-samples // micro_batch)
+    starts = stream.randint(len(tokens) - context, size=(batches, micro_batch))
     starts = starts[rank::world_size].reshape(-1)
     windows = np.stack((starts, starts + context + 1, np.zeros_like(starts)), axis=1)
     return EvalBatches(tokens, windows, micro_batch, context)

@@ -53,9 +53,9 @@ def precision_asked(config: Config, on: str, warn: Callable[[str], None]) -> str
     if asked != "auto" or on != "cpu" or config.resume is None:
         return asked
     resumed = Path(config.resume).absolute()  # a run, or a checkpoint in one
-    for path in (resumed / "manifest.json", resumed.parents[1] / "manifest.json"):
+    for run in (resumed, *resumed.parents[1:2]):
         with suppress(OSError, ValueError, TypeError, LookupError):  # none, an older one, damaged
-            begun = parse_json(path.read_text())
+            begun = parse_json((run / "manifest.json").read_text())
             if begun["on"] == on and begun["precision"] in DTYPES:
                 asked = begun["precision"]
                 break

@@ -106,7 +106,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 
 def check_splits(config: Config, data: Dataset, orders: list[SampleOrder], warn: Warn) -> None:
-    """Warns of corpora of which an epoch uses little; raises `UserError` for one too short."""
+    """Warns if an epoch uses less than half of a corpus; a short split is a `UserError`."""
     least = config.model.context + 1 if config.data.sampling == "lecture" else 2
     for corpus, order in zip(data.corpora, orders):
         held, covered = len(corpus.val), order.coverage()

@@ -51,7 +51,7 @@ def train(
                 with run.autocast():
                     # weights the micro-batches by their targets, of which padded samples have
                     # fewer: the sum is the mean over the global batch's targets
-                    weight = loader.share / loader.accumulation
+                    weight = loader.target_ratio / loader.accumulation
                     micro_loss = (run.ddp or run.forward)(x, y) * weight
                 scaler.scale(micro_loss).backward()
             loss += micro_loss.detach()

@@ -73,9 +73,9 @@ class Optimizers:
                 group["lr"] = peak * ratio
 
     def clip(self) -> Tensor:
-        """Clips the gradients as nn.utils.clip_grads_with_norm_, and returns their norm before, ().
+        """Clips the gradients, and returns their norm before clipping, ().
 
-        AdamW divides its own as it reads them.
+        Fused AdamW divides its gradients itself, in `step`.
         """
         for optimizer in self.all:
             self.scaler.unscale_(optimizer)

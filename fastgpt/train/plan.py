@@ -35,7 +35,7 @@ from fastgpt.train.data import check_splits, open_for_run, with_vocabulary
 from fastgpt.train.init_from import Warn, check_architecture, with_architecture
 from fastgpt.train.resume import ResumeState, find_state
 
-OTHERS = {
+FOREIGN_FLAGS = {
     "batch-size": "--train.micro-batch", "per-device-train-batch-size": "--train.micro-batch",
     "gradient-accumulation-steps": "--train.batch-tokens (tokens in a step)",
     "max-iters": "--steps", "num-train-epochs": "--epochs", "learning-rate": "--optim.lr",
@@ -60,8 +60,8 @@ def configure(argv: Sequence[str]) -> Config:
     """
     default, _, words = find_defaults(argv)
     names = [word.split("=")[0].replace("_", "-") for word in words]
-    if found := [name for name in names if name.startswith("--") and name[2:] in OTHERS]:
-        ours = ", ".join(f"{name} is {OTHERS[name[2:]]}" for name in found)
+    if found := [name for name in names if name.startswith("--") and name[2:] in FOREIGN_FLAGS]:
+        ours = ", ".join(f"{name} is {FOREIGN_FLAGS[name[2:]]}" for name in found)
         raise UserError(f"flags of other programs, which have other names here: {ours}")
     prog = f"{command('python train.py')} [RECIPE]"
     config = flags.parse(Config, words, prog=prog, default=default, first="one recipe")
@@ -99,7 +99,6 @@ def find_defaults(argv: Sequence[str], header: bool = True) -> tuple[Config, str
         raise unknown_name("recipe", str(recipe), RECIPES, also="--config FILE")
     about, plain = RECIPES[recipe]
     about = f"recipe {recipe}: {about}" if file is None else f"{file}, of recipe {recipe}"
-    default = with_settings(plain, settings, file)
     resume, run_dir, init_from = (
         _pop_value(words, flag)[0] or None for flag in ("--resume", "--run-dir", "--init-from")
     )
@@ -111,10 +110,10 @@ def find_defaults(argv: Sequence[str], header: bool = True) -> tuple[Config, str
         run, path = found
         saved = _saved(run, resume, init_from, in_file)
         return replace(saved, run_dir=run, resume=str(path)), f"the run {run}", words
-    init_from = default.init_from if init_from is None else init_from
+    init_from = init_from or settings.get("init_from", plain.init_from)
     if header and init_from not in (None, "None"):
-        default = with_settings(with_architecture(plain, init_from), settings, file)
-    return default, about, words
+        plain = with_architecture(plain, str(init_from))
+    return with_settings(plain, settings, file), about, words
 
 
 def _pop_value(words: list[str], flag: str) -> tuple[str | None, list[str]]:
@@ -140,7 +139,8 @@ def _saved(run: Path, resume: str, init_from: str | None, recipe: str | None) ->
             f"{run} cannot be resumed: it was converted from another program's model, and has no"
             f" optimizer state: start a new run from it with --init-from {run}"
         )
-    if init_from is not None and not (resume == "auto" and init_from == saved.init_from):
+    continues = resume == "auto" and init_from == saved.init_from
+    if init_from not in (None, "None") and not continues:
         raise UserError(
             f"--init-from is {init_from}: {run} is resumed, which began with"
             f" {saved.init_from}: expected no --init-from, or another --run-dir without --resume"
@@ -173,6 +173,10 @@ class Plan:
     data: Dataset
     orders: list[SampleOrder]
     """Order of the training samples of each corpus."""
+    epoch_sizes: list[int]
+    """Number of samples of each corpus in an epoch."""
+    eval_every: int
+    """Number of steps between two evaluations, as a number."""
     resumed: ResumeState
     micro_batch: int
     """Number of sequences computed at once; `build` lowers it where a GPU's memory is too small."""
@@ -190,11 +194,6 @@ class Plan:
         """True if ranks exchange tensors in each forward."""
         return self.sharded or self.world.model_parallel_size > 1
 
-    @property
-    def epoch_sizes(self) -> list[int]:
-        """Number of samples of each corpus in an epoch."""
-        return [order.epoch_size(0) for order in self.orders]
-
 
 def resolve(
     config: Config, warn: Warn = print, data: Data | None = None, world: World | None = None
@@ -206,7 +205,7 @@ def resolve(
         world: the ranks, if they have met already.
 
     Raises:
-        UserError: settings, data, model or checkpoint to start from and device do not fit together.
+        UserError: settings, data, device, and the model or checkpoint to start from do not fit.
     """
     train, on = config.train, device.pick_device(config.train.device)
     world = world or distributed.start(on)
@@ -235,7 +234,11 @@ def resolve(
         parallelize.check_combination(config, precision)
     orders = opened.orders(config.model.context, config.seed)
     resumed = find_state(config, world, opened, warn)
-    config = _with_steps(config, sum(order.epoch_size(0) for order in orders), resumed, warn)
+    epoch_sizes = [order.epoch_size(0) for order in orders]
+    config = _with_steps(config, sum(epoch_sizes), resumed, warn)
+    eval_every = config.eval_every
+    if eval_every == "epoch":
+        eval_every = math.ceil(sum(epoch_sizes) / config.global_batch)
     check_splits(config, opened, orders, warn)
     micro_batch = largest_micro_batch(config, world, warn)
     residual = "bf16" if residual_dtype else None
@@ -249,22 +252,18 @@ def resolve(
     return Plan(
         config=config, world=world, device=on, precision=precision, compiled=compiled,
         residual_dtype=residual_dtype, source=source, data=opened, orders=orders,
+        epoch_sizes=epoch_sizes, eval_every=eval_every,
         resumed=resumed, micro_batch=micro_batch, ops=ops, trials=trials,
     )  # fmt: skip
 
 
 def _with_steps(config: Config, samples: int, resumed: ResumeState, warn: Warn) -> Config:
-    """Converts epochs, of so many samples, to steps: those taken and those left."""
+    """Converts epochs of so many samples to steps; a resumed run counts its tokens."""
     batch, asked = config.global_batch, "--steps"
     if config.epochs is not None:
         asked = f"--epochs {config.epochs} in steps"
-        steps = math.ceil(config.epochs * samples / batch)
-        if resumed.tokens != resumed.step * config.train.batch_tokens:  # of batches of another size
-            left = config.epochs * samples - resumed.tokens / config.model.context
-            steps = max(1, resumed.step + math.ceil(left / batch))
-        config = replace(config, steps=steps)
-    if config.eval_every == "epoch":
-        config = replace(config, eval_every=math.ceil(samples / batch))
+        left = config.epochs * samples - resumed.tokens / config.model.context
+        config = replace(config, steps=max(1, resumed.step + math.ceil(left / batch)))
     if resumed.checkpoint is not None and resumed.step > config.steps:
         already = f"{resumed.checkpoint.path} is already at step {resumed.step}"
         raise UserError(f"{asked} is {config.steps}: {already}")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.async_saver import Saver
@@ -171,13 +171,12 @@ class Recorder:
         return self._due(self.config.log_every) or self.run.step == 1
 
     def evaluates_now(self) -> bool:
-        return self._due(self.config.eval_every)
+        return self._due(self.plan.eval_every)
 
     def saves_now(self) -> bool:
         return self._due(self.config.save_every)
 
-    def _due(self, every: int | Literal["epoch"]) -> bool:
-        assert every != "epoch"  # the plan has its steps
+    def _due(self, every: int) -> bool:
         step = self.run.step
         return step == self.config.steps or (every > 0 and step % every == 0)
 
@@ -310,7 +309,7 @@ class Recorder:
                 self.best = loss, step
 
     def _scores_other_text(self, tokens: int, results: list[tuple[float, int]]) -> bool:
-        """Returns True if an evaluation of `tokens` had other text than those before the last."""
+        """Returns True if an evaluation of `tokens` had other text than the earlier ones."""
         data = self.config.data
         if data.sampling == "lecture" or tokens == data.eval_tokens:
             return False

@@ -75,7 +75,7 @@ def find_state(config: Config, world: World, data: Dataset, warn: Warn) -> Resum
     _check_same(found, settings, config, data)
     try:
         corpus, position = str(found.state["corpus"]), dict(found.state["loader"])
-        # checkpoints of 0.2 lack it: no batch before is known but their own
+        # checkpoints of 0.2 lack it: assume that the batch size never changed
         tokens = int(found.state.get("tokens", found.step * settings.train.batch_tokens))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
@@ -112,7 +112,7 @@ def restore(found: Checkpoint, model: GPT, optimizers: Optimizers, world: World)
     """
     try:
         load_weights(model, found.weights)
-        # removed: the optimizers hold it now
+        # removed from the state: the optimizers have a copy
         optimizers.load_state_dict(found.state.pop("optimizers"))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error

@@ -53,7 +53,7 @@ def read(case, steps, *, world_size, accumulation, rows=None, size=None, state=N
             for _ in range(steps):
                 for _ in range(accumulation):
                     parts.append(torch.cat(loader.next(), 1).numpy())
-                    shares.append(loader.share)
+                    shares.append(loader.target_ratio)
                 states.append(loader.state())
     grid = (world_size, steps, accumulation, rows, 2 * context)
     batches = np.stack(parts).reshape(grid).transpose(1, 2, 0, 3, 4)

@@ -34,7 +34,7 @@ def test_targets_are_the_next_tokens():
     tokens = np.random.default_rng(0).integers(0, 50_257, 1_000).astype(np.uint16)
     with open_loader(tokens, global_batch=4, micro_batch=4) as loader:
         x, y = loader.next()
-        assert loader.share == 1
+        assert loader.target_ratio == 1
     order = SampleOrder(1_000, context=16, seed=0, sampling="epoch")
     assert x.shape == y.shape == (4, 16)
     assert x.dtype == y.dtype == torch.int64

@@ -9,7 +9,7 @@ from tests.proof.test_aot import compiling
 SOURCE = '''
 import torch, triton
 import triton.language as tl
-from fastgpt.kernels.proof.compile import Case
+from fastgpt.kernels.proof.compile import Variant
 from fastgpt.kernels.runtime import launch
 
 BIAS: tl.constexpr = 1
@@ -33,7 +33,7 @@ def variants(arch):
     for kernel in (_a_kernel, _b_kernel):
         for n in (64, 128, 256):
             run = lambda kernel=kernel, n=n: launch(kernel, (1,), x, N=n, num_warps=1)
-            yield Case(f"N={n}", run)
+            yield Variant(f"N={n}", run)
 '''
 CHANGES = {
     "nothing": SOURCE,

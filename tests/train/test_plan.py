@@ -42,6 +42,6 @@ def test_a_plan_is_frozen_and_holds_numbers_where_settings_leave_them_open(tiny)
     plan = resolve(asked)
     assert (asked.model.vocab_size, asked.model.eot_id) == (None, None)
     assert (plan.config.model.vocab_size, plan.config.model.eot_id) == (50257, 50256)
-    assert plan.config.eval_every == -(-sum(plan.epoch_sizes) // asked.global_batch)
+    assert plan.eval_every == -(-sum(plan.epoch_sizes) // asked.global_batch)
     with pytest.raises(FrozenInstanceError):
         plan.config = asked  # pyright: ignore[reportAttributeAccessIssue]
