@@ -56,7 +56,7 @@ NAMES = (
     ("head and loss", r"cross_entropy|softmax|nll_loss|^aten::(ne|frexp|reciprocal|clamp|mul|div|"
                       r"fill_)$"),
     ("embedding and casts", r"embedding(?!.*layer_norm)(?!.*rms_norm)"),
-    ("norms", r"_norm"),
+    ("norms", r"_norm|_reduce_partials"),
     ("activation", r"gelu|bias_act|relu"),
     # Inductor's kernels for several things at once, mostly casts, have no names
     ("embedding and casts", r"^triton_poi_fused(__to_copy)?(_t)?$|^aten::(copy_|_to_copy)$"),
