@@ -98,6 +98,8 @@ class Run:
     """Norm of that step's gradient before clipping, ()."""
     finite: Finite
     spikes: Spikes | None
+    stop: StopSignal | None = None
+    """Asked between micro-steps and between batches of an evaluation."""
 
     @property
     def names(self) -> list[str]:
@@ -130,7 +132,6 @@ class Run:
         self,
         split: str,
         max_tokens: int = 0,
-        stop: StopSignal | None = None,
         report: Callable[[str], None] = lambda _: None,
     ) -> list[tuple[float, int]]:
         """Computes the mean loss in nats for each corpus, and the number of targets scored.
@@ -139,8 +140,10 @@ class Run:
             split: `val`; or `train` if `data.sampling` is `lecture`, which draws the tokens of both
                 at random.
             max_tokens: approximate number of targets to score in fixed windows; 0: all.
-            stop: checked before each batch; if it was received, `Stopped` is raised.
             report: called before each batch with the progress.
+
+        Raises:
+            Stopped: `stop` was received.
         """
         plan, results = self.plan, []
         self.model.eval()
@@ -153,7 +156,7 @@ class Run:
                 batches.count = int(plan.world.gather(torch.tensor([len(batches)])).max())
             loss = mean_loss(
                 self.forward, batches, world=plan.world, device=plan.device,
-                autocast=self.autocast(), stop=stop, all_reduce=plan.has_forward_collectives,
+                autocast=self.autocast(), stop=self.stop, all_reduce=plan.has_forward_collectives,
                 report=report,
             )  # fmt: skip
             results.append(loss)

@@ -6,18 +6,12 @@ import numpy as np
 import torch
 
 from fastgpt.faults import watchdog
-from fastgpt.parallel.signals import StopSignal
 from fastgpt.train.build import Run
 from fastgpt.train.optim import lr_ratio
 from fastgpt.train.recorder import Recorder
 
 
-def train(
-    run: Run,
-    until: int | None = None,
-    recorder: Recorder | None = None,
-    stop: StopSignal | None = None,
-) -> None:
+def train(run: Run, until: int | None = None, recorder: Recorder | None = None) -> None:
     """Takes optimizer steps until step `until`, by default the last one.
 
     A step does not wait for the device: losses and norms stay there, and only a log line reads them
@@ -25,10 +19,10 @@ def train(
 
     Args:
         recorder: logs, evaluates, samples and saves; None: none of these.
-        stop: checked between micro-steps.
 
     Raises:
-        Stopped: on all ranks, after `stop` was received: the step that was begun is not taken.
+        Stopped: on all ranks, after `run.stop` was received, which is checked between micro-steps:
+            the step that was begun is not taken.
     """
     plan, config, world = run.plan, run.plan.config, run.plan.world
     optimizers, loader, scaler = run.optimizers, run.loader, run.optimizers.scaler
@@ -42,8 +36,8 @@ def train(
             last = micro_step == loader.accumulation - 1
             watchdog.progress()
             # A step's first forward may have a collective of DDP's own: no rank stops before that.
-            if stop is not None and (last or micro_step or world.size == 1):
-                stop.check(world, all_reduce=last or plan.has_forward_collectives)
+            if run.stop is not None and (last or micro_step or world.size == 1):
+                run.stop.check(world, all_reduce=last or plan.has_forward_collectives)
             x, y = loader.next()
             # Gradients sync in the last micro-step only. DDP decides in its forward, so the forward
             # is inside no_sync: around the backward alone, gradients would silently go unsynced.
@@ -66,12 +60,13 @@ def train(
         if recorder is None:
             continue
         recorder.after_step()
-        if recorder.logs_now():
+        if run.step == 1 or recorder.due(config.log_every):
             recorder.log()
-        if recorder.evaluates_now() or recorder.saves_now():
+        evaluates = recorder.due(plan.eval_every)
+        if evaluates or recorder.due(config.save_every):
             with recorder.pause():
                 recorder.save()
-                if recorder.evaluates_now():
+                if evaluates:
                     recorder.evaluate()
                     recorder.sample()
 

@@ -1,4 +1,4 @@
-"""What a run shows and writes: its display, logs, evaluations, samples and checkpoints."""
+"""Recorder of a run: its display, logs, evaluations, samples and checkpoints."""
 
 import json
 import math
@@ -18,7 +18,6 @@ from fastgpt.evaluate.validation import perplexity
 from fastgpt.faults import watchdog
 from fastgpt.logs.metrics import MetricsLog, comparable
 from fastgpt.model.flops import MFU_CONVENTION, flops_per_token
-from fastgpt.parallel.signals import StopSignal
 from fastgpt.run import directory, manifest
 from fastgpt.run.directory import RunLock
 from fastgpt.sampling.text import encode_prompt, sample_text
@@ -40,7 +39,6 @@ class Recorder:
     def __init__(self, run: Run, display: Display, lock: RunLock | None) -> None:
         self.run, self.plan, self.display, self.lock = run, run.plan, display, lock
         self.config, self.world = run.plan.config, run.plan.world
-        self.stop: StopSignal | None = None
         self.metrics: MetricsLog | None = None
         self.best: tuple[float, float] = (math.inf, 0)
         """Lowest validation loss of a checkpoint on disk, and its step."""
@@ -160,23 +158,15 @@ class Recorder:
         self.display.start(step, steps)
         records = [] if self.metrics is None else self.metrics.records
         seen = any(r["step"] == step and "val_loss" in r for r in records)
-        if self.world.broadcast_object((step == 0 or self.evaluates_now()) and not seen):
+        if self.world.broadcast_object((step == 0 or self.due(self.plan.eval_every)) and not seen):
             self.evaluate()
             self.sample()
             self.status()
         self.clock, self.logged, self.skipped = time.perf_counter(), step, 0
         self.waited_s, self.pace = self.run.loader.waited_s, (0, 0.0)
 
-    def logs_now(self) -> bool:
-        return self._due(self.config.log_every) or self.run.step == 1
-
-    def evaluates_now(self) -> bool:
-        return self._due(self.plan.eval_every)
-
-    def saves_now(self) -> bool:
-        return self._due(self.config.save_every)
-
-    def _due(self, every: int) -> bool:
+    def due(self, every: int) -> bool:
+        """Returns True after each `every`-th step and after the last; 0: after the last alone."""
         step = self.run.step
         return step == self.config.steps or (every > 0 and step % every == 0)
 
@@ -187,8 +177,8 @@ class Recorder:
 
     def after_step(self) -> None:
         """Writes the settings once a step has been taken with them; stops if a save has failed."""
-        if self.saver.failed and self.stop is not None:
-            self.stop.ask()  # all ranks leave together, and raise its error there
+        if self.saver.failed and self.run.stop is not None:
+            self.run.stop.ask()  # all ranks leave together, and raise its error there
         if self.run.step == self.plan.resumed.step + 1:
             self._on_rank0(lambda: directory.write_config(self.run_dir, self.config))
 
@@ -278,12 +268,12 @@ class Recorder:
         """Logs the validation loss, and marks the checkpoint if it is the best."""
         run, data, step = self.run, self.config.data, self.run.step
         tokens = data.final_eval_tokens if step >= self.config.steps else data.eval_tokens
-        results = run.evaluate("val", tokens, self.stop, self.status)
+        results = run.evaluate("val", tokens, self.status)
         loss = self.display.val_loss = self._weighted(results)
         record: dict[str, Any] = {"step": step, "val_loss": loss}
         record["val_tokens"] = sum(count for _, count in results)
         if data.sampling == "lecture":
-            losses = run.evaluate("train", 0, self.stop, self.status)
+            losses = run.evaluate("train", 0, self.status)
             record["eval_train_loss"] = self._weighted(losses)
         if len(results) > 1:
             record["val_losses"] = [loss for loss, _ in results]
@@ -293,8 +283,11 @@ class Recorder:
             record["val_bits_per_byte"] = bits_per_byte
             bits = f"  {bits_per_byte:.4f} bits per byte"
         record["tokens"], also = run.tokens, ""
-        if self._scores_other_text(tokens, results):
-            same = run.evaluate("val", data.eval_tokens, self.stop, self.status)
+        # of another length than earlier evaluations, unless the text ends before
+        most = max(count for _, count in results)
+        other = 0 < tokens < data.eval_tokens or (tokens != data.eval_tokens < most)
+        if other and data.sampling != "lecture":
+            same = run.evaluate("val", data.eval_tokens, self.status)
             record["val_loss_compared"] = self._weighted(same)
             also = f"; {record['val_loss_compared']:.4f} on the text of the earlier ones"
         self.display.line(
@@ -308,13 +301,6 @@ class Recorder:
                 self.saver.mark_best(step)
                 self.best = loss, step
 
-    def _scores_other_text(self, tokens: int, results: list[tuple[float, int]]) -> bool:
-        """Returns True if an evaluation of `tokens` had other text than the earlier ones."""
-        data = self.config.data
-        if data.sampling == "lecture" or tokens == data.eval_tokens:
-            return False
-        return tokens > 0 or max(count for _, count in results) > data.eval_tokens
-
     def _weighted(self, results: list[tuple[float, int]]) -> float:
         """Returns the weighted mean of the corpora's losses."""
         weights = self.plan.data.weights
@@ -327,9 +313,8 @@ class Recorder:
             return
         self.status("sampling")
         # ranks that share weights agree on whether one was asked to stop
-        stops = self.stop and (
-            self.stop.agreed(self.world) if plan.sharded else self.stop.received is not None
-        )
+        stop = run.stop
+        stops = stop and (stop.agreed(self.world) if plan.sharded else stop.received is not None)
         if not stops and (plan.sharded or self.world.is_main):
             run.model.eval()
             with run.autocast(), device.eager(plan.compiled):

@@ -82,12 +82,12 @@ class Trainer:
                 checkpoints stay valid.
         """
         run, recorder = self.run, self.recorder
-        stop = recorder.stop = StopSignal(self.display.line)
+        stop = run.stop = StopSignal(self.display.line)
         watchdog.start()
         begun = time.monotonic()
         try:
             try:
-                train(run, recorder=recorder, stop=stop)
+                train(run, recorder=recorder)
                 recorder.publish()
                 ending = self._done(time.monotonic() - begun)
             except Stopped:
@@ -153,7 +153,7 @@ class Trainer:
         if not self.world.broadcast_object(recorder.saver.has(step)):
             recorder.save()
         recorder.publish()
-        asked = torch.tensor(int(recorder.stop is not None and recorder.stop.requeue))
+        asked = torch.tensor(int(self.run.stop is not None and self.run.stop.requeue))
         self.requeue = bool(self.world.sum(asked))
         resume = resume_command(self.run_dir, self.world.size)
         return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]

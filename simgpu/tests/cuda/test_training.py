@@ -194,11 +194,12 @@ from fastgpt.train.build import build
 from fastgpt.train.loop import train
 from fastgpt.train.plan import configure, resolve
 from simgpu.launches import launched
-run, stop = build(resolve(configure(sys.argv[1:]))), StopSignal(print)
+run = build(resolve(configure(sys.argv[1:])))
+run.stop = StopSignal(print)
 steps = []
 for _ in range(6):
     before, stats, kernels = simgpu.counts(), torch.cuda.memory_stats(), launched.total()
-    train(run, run.step + 1, stop=stop)
+    train(run, run.step + 1)
     got, now = simgpu.counts() - before, torch.cuda.memory_stats()
     kept = "allocated_bytes.all.current", "num_sync_all_streams"  # empty_cache adds to the latter
     more = {name: now[name] - stats[name] for name in kept if now[name] != stats[name]}
