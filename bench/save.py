@@ -35,7 +35,7 @@ from fastgpt.train.trainer import Trainer
 
 FLAGS = (
     "--steps 1 --data.source builtin --data.tokenizer bytes --model.vocab-size 50257"
-    " --train.micro-batch 1 --train.compile off --train.keep-checkpoints 1"
+    " --train.micro-batch 1 --train.compile off --train.keep-checkpoints 1 --track none"
 )
 
 

@@ -277,14 +277,10 @@ def largest_micro_batch(config: Config, world: World, warn: Warn) -> int:
     """Returns the largest size up to `train.micro_batch` that divides a rank's sequences."""
     ranks = world.dp_size
     if config.global_batch % ranks:
-        of = (
-            f" that read data, {world.model_parallel_size} together"
-            if world.model_parallel_size > 1
-            else ""
-        )
         raise UserError(
             f"--train.batch-tokens is {config.train.batch_tokens}: {config.global_batch} "
-            f"sequences of {config.model.context}, expected a multiple of the {ranks} ranks{of}"
+            f"sequences of {config.model.context}, expected a multiple of the {ranks} data-parallel"
+            " ranks"
         )
     share = config.global_batch // ranks
     most = min(share, config.train.micro_batch)
