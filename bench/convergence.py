@@ -21,8 +21,8 @@ from fastgpt.device import device
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.runtime import runs_kernels
 from fastgpt.train.build import build
-from fastgpt.train.loop import train
 from fastgpt.train.plan import resolve
+from fastgpt.train.trainer import train
 
 LAST = 20
 """Number of last steps whose mean losses are compared."""

@@ -31,8 +31,8 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.device import cpu
 from fastgpt.errors import UserError
 from fastgpt.train.build import build
-from fastgpt.train.loop import train
 from fastgpt.train.plan import resolve
+from fastgpt.train.trainer import train
 
 WARM_STEPS, TIMED_STEPS = 2, 3
 """Number of steps in each turn: untimed, then timed."""

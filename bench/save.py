@@ -26,12 +26,12 @@ from fastgpt import flags
 from fastgpt.checkpoint import checkpoint
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
+from fastgpt.guards.nonfinite import check_weights
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
-from fastgpt.train.loop import train
 from fastgpt.train.plan import configure
 from fastgpt.train.resume import restore
-from fastgpt.train.trainer import Trainer
+from fastgpt.train.trainer import Trainer, train
 
 FLAGS = (
     "--steps 1 --data.source builtin --data.tokenizer bytes --model.vocab-size 50257"
@@ -86,7 +86,7 @@ def time_saves(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
     try:
         for step in range(run.step, run.step + asked.rounds):
             trainer.recorder.publish()
-            check = _seconds(run.check_weights, world)
+            check = _seconds(lambda: check_weights(run.optimizers.named, run.step), world)
             copied = _seconds(partial(copy, step), world)
             row = {
                 "check": check,

@@ -91,8 +91,8 @@ class Display:
             self.bar.start()
             self.bar.add_task("", total=steps, completed=step)
 
-    def step(self, record: dict[str, Any], steps: int) -> None:
-        """Shows one log record, in the bar or as a line."""
+    def step(self, record: dict[str, Any], steps: int, left: float | None = None) -> None:
+        """Shows one log record, in the bar, or as a line with the time `left` in seconds."""
         loss = math.nan if record["train_loss"] is None else record["train_loss"]
         parts = [f"loss {loss:.4f}", f"{short(record['tok_per_s'])} tok/s"]
         norm = "inf" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
@@ -102,6 +102,7 @@ class Display:
             parts.append(f"{record['peak_memory_gib']:.1f} GiB")
         self.figures = parts
         if self.bar is None:
+            parts += [] if left is None else [f"{duration(left)} left"]
             self.line(f"step {record['step']:>6}/{steps}  {'  '.join(parts)}")
         else:
             self.bar.update(self.bar.task_ids[0], completed=record["step"])

@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 PARTS = {
     "A run, from the command line to the last checkpoint": (
         "train", "fastgpt/cli", "fastgpt/config/config", "fastgpt/config/recipes",
-        "fastgpt/train/trainer", "fastgpt/train/plan", "fastgpt/train/build", "fastgpt/train/loop",
+        "fastgpt/train/trainer", "fastgpt/train/plan", "fastgpt/train/build",
         "fastgpt/train/recorder", "fastgpt/train/resume", "fastgpt/parallel/distributed",
     ),
     "The model and its optimizers": (

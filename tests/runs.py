@@ -44,8 +44,8 @@ def at_step(monkeypatch, step, action):
     """Patches the trainer so that `action` runs once, after `step` has been logged."""
     show = Display.step
 
-    def shown(self, record, steps):
-        show(self, record, steps)
+    def shown(self, record, *rest):
+        show(self, record, *rest)
         if record["step"] == step:
             monkeypatch.setattr(Display, "step", show)
             action()

@@ -21,7 +21,6 @@ def test_imports_of_the_core_are_seen():
     assert {
         "fastgpt/train/plan",
         "fastgpt/train/build",
-        "fastgpt/train/loop",
     } <= found
     assert architecture.imported("kernels/attention/forward") == {"kernels/runtime"}
     assert "kernels/attention/forward" in architecture.imported("kernels/attention/backward")

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from fastgpt.config.config import Config, ParallelConfig
 from fastgpt.errors import UserError
 from fastgpt.train.build import build
-from fastgpt.train.loop import train
 from fastgpt.train.plan import resolve
+from fastgpt.train.trainer import train
 
 
 class Side:

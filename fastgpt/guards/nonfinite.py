@@ -19,10 +19,14 @@ class Finite:
     Args:
         most: number of optimizer steps left out in a row that ends a run; 0: none is left out.
         norms: norms of the gradients, of which there are none yet.
+        scaler: with fp16 it skips steps itself.
+        names: names of the parameters.
     """
 
-    def __init__(self, most: int, norms: Tensor) -> None:
-        self.most, self.skipped = most, 0
+    def __init__(
+        self, most: int, norms: Tensor, scaler: torch.amp.GradScaler, names: Sequence[str]
+    ) -> None:
+        self.most, self.skipped, self._scaler, self._names = most, 0, scaler, names
         """`skipped` is the number of steps left out so far, as of the last call of `checked`."""
         self._total = torch.zeros((), device=norms.device)
         self._in_a_row, self._longest = torch.zeros_like(self._total), torch.zeros_like(self._total)
@@ -41,30 +45,36 @@ class Finite:
         self._longest = torch.maximum(self._longest, self._in_a_row)
         return left_out
 
-    def watch(self, step: int, norms: Tensor, *, scaled: bool) -> None:
+    def watch(self, step: int, norms: Tensor) -> None:
         """Keeps the first step with a gradient that is not finite, and its norms.
 
-        Args:
-            scaled: with fp16 a step is skipped now and then, which is no failure: the first one
-                since a finite one is kept.
+        With fp16 a step is skipped now and then: the first one since a finite one is kept.
         """
         fine = self._first_norms.sum() < math.inf  # in two launches, isfinite().all() takes five
-        if scaled:
+        if self._scaler.is_enabled():
             fine |= norms.sum() < math.inf
         if self.most:
             fine |= (norms.sum() < math.inf) & (self._longest < self.most)
         self._first_norms = torch.where(fine, norms, self._first_norms)
         self._first_step = torch.where(fine, step, self._first_step)
 
-    def checked(
-        self, loss: Tensor, norm: Tensor, step: int, scaler: torch.amp.GradScaler, names: Sequence
-    ) -> tuple[float, float]:
-        """Returns loss and gradient norm of the last step; see `Run.finite_loss`."""
+    def checked(self, loss: Tensor, norm: Tensor, step: int) -> tuple[float, float]:
+        """Returns loss and gradient norm of the last step; syncs with the device.
+
+        They may be anything if that step was skipped: with fp16 the norm, which lowers the loss
+        scale.
+
+        Raises:
+            UserError: they are not finite, or too many steps were skipped; it names the first step
+                and tensor.
+        """
         values = torch.stack((loss, norm, self._total, self._longest))
         loss_now, norm_now, self.skipped, longest = values.tolist()
         if longest < self.most:
             return loss_now, norm_now
-        norm_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else math.isfinite(norm_now)
+        norm_is_fine = math.isfinite(norm_now)
+        if self._scaler.is_enabled():
+            norm_is_fine = self._scaler.get_scale() >= 1
         if not self.most and math.isfinite(loss_now) and norm_is_fine:
             return loss_now, norm_now
         bad = (~self._first_norms.isfinite()).nonzero()
@@ -72,12 +82,13 @@ class Finite:
         raise UserError(
             f"step {int(self._first_step)}: not finite{for_long}; at step {step} the training loss"
             f" is {loss_now}, the gradient norm {norm_now}; first tensor that is not finite: "
-            + (f"the gradient of {names[int(bad[0])]}" if len(bad) else "the loss itself")
+            + (f"the gradient of {self._names[int(bad[0])]}" if len(bad) else "the loss itself")
         )
 
 
-def check_weights(weights: Sequence[Tensor], names: Sequence[str], step: int) -> None:
+def check_weights(named: dict[str, Tensor], step: int) -> None:
     """Raises `UserError` that names the first weight that is not finite, if there is one."""
+    names, weights = list(named), list(named.values())
     # a sum reads each weight once; that of finite weights may overflow, so the slower test of
     # single weights has the last word
     bad = [~local(weight.detach()).sum().isfinite() for weight in weights]

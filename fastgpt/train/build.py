@@ -15,7 +15,7 @@ from fastgpt.data.order import Mixture
 from fastgpt.device import cpu, device
 from fastgpt.errors import UserError
 from fastgpt.evaluate.validation import mean_loss, validation_batches
-from fastgpt.guards.nonfinite import Finite, check_weights
+from fastgpt.guards.nonfinite import Finite
 from fastgpt.guards.spikes import Spikes
 from fastgpt.model.gpt import GPT, VOCAB_TABLES
 from fastgpt.parallel import fsdp, parallelize
@@ -70,11 +70,12 @@ def build(plan: Plan, warn: Warn = print, probe: bool = True) -> "Run":
         spikes = Spikes(config.train.spike_z, optimizers.weights_and_moments, warn)
         if plan.resumed.checkpoint is not None:
             spikes.load(plan.resumed.step, plan.resumed.checkpoint.state.get("spikes", {}))
+    finite = Finite(config.train.skip_nonfinite, optimizers.norms, scaler, [*optimizers.named])
     return Run(
         plan=plan, model=model, forward=forward, ddp=ddp, optimizers=optimizers, loader=loader,
         micro_batch=micro_batch, step=plan.resumed.step, loss=torch.zeros((), device=on),
         grad_norm=torch.zeros((), device=on),
-        finite=Finite(config.train.skip_nonfinite, optimizers.norms), spikes=spikes,
+        finite=finite, spikes=spikes,
     )  # fmt: skip
 
 
@@ -100,11 +101,6 @@ class Run:
     spikes: Spikes | None
     stop: StopSignal | None = None
     """Asked between micro-steps and between batches of an evaluation."""
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters, in their order."""
-        return [name for name, _ in self.model.named_parameters()]
 
     @property
     def tokens(self) -> int:
@@ -164,39 +160,16 @@ class Run:
         return results
 
     def finite_loss(self) -> tuple[float, float]:
-        """Returns the loss and the gradient norm of the last step; syncs with the device.
-
-        With fp16 the norm may be infinite: that step was skipped, and the loss scale was lowered.
-        With `train.skip_nonfinite` both may be anything, if that step was skipped. Otherwise, or if
-        too many steps were skipped, a `UserError` names the first step and tensor not finite.
-        """
-        return self.finite.checked(
-            self.loss, self.grad_norm, self.step, self.optimizers.scaler, self.names
-        )
-
-    def check_weights(self) -> None:
-        """Raises `UserError` that names the first weight that is not finite, if there is one."""
-        check_weights(self.optimizers.parameters, self.names, self.step)
+        """Returns loss and gradient norm of the last step, as `Finite.checked`; syncs."""
+        return self.finite.checked(self.loss, self.grad_norm, self.step)
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns the weights and the state that a checkpoint stores, not copied.
 
-        Of sharded weights they are whole copies in host memory on the main rank, and the other
-        ranks have none; it is a collective operation.
+        Sharded weights are whole copies in host memory on the main rank, and the other ranks have
+        none; it is a collective operation.
         """
-        if not self.plan.sharded:
-            return self.model.state_dict(), self.state()
-        # not the model's own: FSDP puts whole weights in their place between two forwards
-        own = zip(self.names, self.optimizers.parameters)
-        weights = {name: fsdp.gathered(x.detach(), x) for name, x in own}
-        for name in weights.keys() & set(VOCAB_TABLES):
-            weights[name] = weights[name][: self.plan.config.model.vocab_size]
-        return weights, self.state()
-
-    def state(self) -> dict[str, Any]:
-        """Returns the state that a checkpoint stores besides the weights."""
-        spikes = {} if self.spikes is None else {"spikes": self.spikes.state()}
-        return spikes | {
+        state = {
             "optimizers": self.optimizers.state_dict(),
             "loader": self.loader.state(),
             "corpus": self.plan.data.fingerprint,
@@ -204,6 +177,16 @@ class Run:
             # each step's random numbers are a function of these and of the rank
             "rng": {"seed": self.plan.config.seed, "step": self.step},
         }
+        if self.spikes is not None:
+            state["spikes"] = self.spikes.state()
+        if not self.plan.sharded:
+            return self.model.state_dict(), state
+        # not the model's own: FSDP puts whole weights in their place between two forwards
+        own = self.optimizers.named
+        weights = {name: fsdp.gathered(x.detach(), x) for name, x in own.items()}
+        for name in weights.keys() & set(VOCAB_TABLES):
+            weights[name] = weights[name][: self.plan.config.model.vocab_size]
+        return weights, state
 
 
 def _compiled(

@@ -35,12 +35,28 @@ def open_for_run(
 
     It is a `UserError` if it differs between ranks, or has another tokenizer than the model.
     """
-    if data is None and config.data.align == "conversation":
-        data = _conversations(config, source, world)
-    if data is not None:
-        opened = open_own(data, config.model.context, config.data)
-    else:
-        opened = _corpora(config, source, world, warn)
+    where = config.data.source
+    if data is None and config.data.align != "conversation":
+        where = resolve_source(where, warn)
+
+    def open_all(*report: PrepareProgress) -> Dataset:
+        own = data
+        if own is None and config.data.align == "conversation":
+            own = _conversations(config, source)
+        if own is not None:
+            return open_own(own, config.model.context, config.data)
+        ends = config.data.align != "none" or config.model.document_mask  # bytes have none
+        documents = "gpt2" if ends or (config.model.vocab_size or 0) >= GPT2_TOKENS else "bytes"
+        settings = init_from.with_tokenizer(config, source)
+        return open_data(settings, where, *report, documents=documents)
+
+    def open_once() -> None:
+        with PrepareProgress() as report:
+            open_all(report).orders(config.model.context, config.seed)
+
+    if data is None:  # the main rank downloads, prepares and checks it, then all ranks open it
+        world.on_rank0(open_once, world.long_timeout_group())
+    opened = open_all()
     if source is not None:
         init_from.check_vocabulary(source, opened.tokenizer)
     if (main := world.broadcast_object(opened.fingerprint)) != opened.fingerprint:
@@ -51,38 +67,16 @@ def open_for_run(
     return opened
 
 
-def _corpora(config: Config, source: OpenedModel | None, world: World, warn: Warn) -> Dataset:
-    where = resolve_source(config.data.source, warn)
-    ends = config.data.align != "none" or config.model.document_mask  # bytes have none
-    documents = "gpt2" if ends or (config.model.vocab_size or 0) >= GPT2_TOKENS else "bytes"
-
-    def opened(*report: PrepareProgress) -> Dataset:
-        settings = init_from.with_tokenizer(config, source)
-        return open_data(settings, where, *report, documents=documents)
-
-    def open_once() -> None:
-        with PrepareProgress() as report:
-            opened(report).orders(config.model.context, config.seed)
-
-    # the main rank downloads, prepares and checks the data, then all ranks open it
-    world.on_rank0(open_once, world.long_timeout_group())
-    return opened()
-
-
-def _conversations(config: Config, source: OpenedModel | None, world: World) -> Data:
-    def opened() -> Data:
-        kind = init_from.with_tokenizer(config, source).tokenizer
-        return open_conversations(
-            Path(config.data.source).expanduser(),
-            make_tokenizer("bytes" if kind == "auto" else kind, None),
-            init_from.chat_template(config, source),
-            context=config.model.context,
-            packed=config.model.document_mask,
-            val_fraction=config.data.val_fraction,
-        )
-
-    world.on_rank0(lambda: opened().name)  # which prints what is wrong
-    return opened()
+def _conversations(config: Config, source: OpenedModel | None) -> Data:
+    kind = init_from.with_tokenizer(config, source).tokenizer
+    return open_conversations(
+        Path(config.data.source).expanduser(),
+        make_tokenizer("bytes" if kind == "auto" else kind, None),
+        init_from.chat_template(config, source),
+        context=config.model.context,
+        packed=config.model.document_mask,
+        val_fraction=config.data.val_fraction,
+    )
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:

@@ -41,7 +41,8 @@ class Optimizers:
         precision: str = "bf16",
     ) -> None:
         self.config, self.scaler = config, scaler
-        self.parameters = list(model.parameters())
+        self.named = dict(model.named_parameters())
+        self.parameters = list(self.named.values())
         blocks = model.h.parameters() if config.kind == "muon" else ()
         matrices = [p for p in blocks if p.dim() == 2]
         taken = {id(p) for p in matrices}

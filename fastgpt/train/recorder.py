@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.async_saver import Saver
 from fastgpt.config.config import to_json
 from fastgpt.device import device
-from fastgpt.display import Display, duration, short
+from fastgpt.display import Display, short
 from fastgpt.errors import counted
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.faults import watchdog
+from fastgpt.guards.nonfinite import check_weights
 from fastgpt.logs.metrics import MetricsLog, comparable
 from fastgpt.model.flops import MFU_CONVENTION, flops_per_token
 from fastgpt.run import directory, manifest
@@ -30,14 +31,15 @@ class Recorder:
     """Shows and writes what happens in a run; all ranks have one, and the main rank's writes.
 
     Args:
-        lock: lock of the run's directory, if that exists; else it is created and locked here.
+        lock: returns the lock of the run's directory, and creates that of a new run.
 
     Raises:
         UserError: the directory holds another run, or cannot be written.
     """
 
-    def __init__(self, run: Run, display: Display, lock: RunLock | None) -> None:
-        self.run, self.plan, self.display, self.lock = run, run.plan, display, lock
+    def __init__(self, run: Run, display: Display, lock: Callable[[Path], RunLock]) -> None:
+        self.run, self.plan, self.display = run, run.plan, display
+        self.lock: RunLock | None = None
         self.config, self.world = run.plan.config, run.plan.world
         self.metrics: MetricsLog | None = None
         self.best: tuple[float, float] = (math.inf, 0)
@@ -45,10 +47,7 @@ class Recorder:
         prompt = sample_prompt(self.config, self.plan.data.corpora[0])
         self.prompt = encode_prompt(prompt, self.plan.data.tokenizer, "the prompt of the samples")
         self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
-        with ExitStack() as cleanup:
-            cleanup.callback(lambda: self.lock and self.lock.release())
-            self.run_dir, self.peak = self.world.on_rank0(self._open_files)
-            cleanup.pop_all()
+        self.run_dir, self.peak = self.world.on_rank0(lambda: self._open_files(lock))
         source, found = self.plan.source, self.plan.resumed.checkpoint
         kept = init_from.kept_files(source, found and found.path, self.plan.data.template)
         self.saver = Saver(
@@ -59,14 +58,14 @@ class Recorder:
             huggingface_json=json.dumps(kept) if kept else None,
         )
 
-    def _open_files(self) -> tuple[Path, float]:
+    def _open_files(self, lock: Callable[[Path], RunLock]) -> tuple[Path, float]:
         """Creates or reopens the run directory and its logs, and prints the header.
 
         Returns the directory, and the FLOP/s of all ranks that MFU is relative to.
         """
         plan, config, warn = self.plan, self.config, self.display.warn
         path = config.run_dir or directory.new_run_dir(config.recipe)
-        self.lock = self.lock or RunLock(path)
+        self.lock = lock(path)
         if note := directory.open_run_dir(path, config, self.run.step, self.world.size):
             warn(note)
         peak = device.measured_peak(plan.device, device.DTYPES[plan.precision])
@@ -163,7 +162,7 @@ class Recorder:
             self.sample()
             self.status()
         self.clock, self.logged, self.skipped = time.perf_counter(), step, 0
-        self.waited_s, self.pace = self.run.loader.waited_s, (0, 0.0)
+        self.waited_s = self.run.loader.waited_s
 
     def due(self, every: int) -> bool:
         """Returns True after each `every`-th step and after the last; 0: after the last alone."""
@@ -198,7 +197,7 @@ class Recorder:
         now, waited_s = time.perf_counter(), run.loader.waited_s
         seconds, waited = now - self.clock, waited_s - self.waited_s
         steps = run.step - self.logged
-        self._estimate(steps, seconds)
+        first = self.logged == self.plan.resumed.step  # with what is compiled or allocated once
         self.clock, self.waited_s, self.logged = now, waited_s, run.step
         per_second = steps * self.config.train.batch_tokens / seconds
         achieved = per_second * flops_per_token(self.config.model)
@@ -226,27 +225,15 @@ class Recorder:
             self.skipped = run.finite.skipped
         if self.metrics is not None:
             self.metrics.write(record)
-        self.display.step(record, self.config.steps)
-
-    def _estimate(self, steps: int, seconds: float) -> None:
-        """Shows once, after ten steps, how long the others will take; the first one may compile."""
-        before, spent = self.pace
-        if self.logged == self.plan.resumed.step or before >= 10:
-            return
-        self.pace = before + steps, spent + seconds
-        left = self.config.steps - self.run.step
-        if before + steps >= 10 and left:
-            needed = left * (spent + seconds) / (before + steps)
-            self.display.header(
-                {"estimate": f"{duration(needed)} for {counted(left, 'more step')}"}
-            )
+        left = None if first else (self.config.steps - run.step) * seconds / steps
+        self.display.step(record, self.config.steps, left)
 
     def save(self) -> None:
         """Starts a checkpoint; raises if loss or weights are not finite."""
         run = self.run
         self.status("saving")
         run.finite_loss()
-        run.check_weights()
+        check_weights(run.optimizers.named, run.step)
         if run.spikes is not None:  # a run that resumes here has the same
             run.spikes.keep(run.step)
         weights, state = run.snapshot()

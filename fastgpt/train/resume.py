@@ -118,10 +118,9 @@ def restore(found: Checkpoint, model: GPT, optimizers: Optimizers, world: World)
         raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
     states = [optimizer.state_dict()["state"] for optimizer in optimizers.all]
     moments = [x for x in tree_leaves(states) if getattr(x, "ndim", 0)]
-    names = [name for name, _ in model.named_parameters()]
-    names += ["the optimizer's state"] * len(moments)
+    moments = {f"the optimizer's state {number}": x for number, x in enumerate(moments)}
     try:
-        check_weights([*optimizers.parameters, *moments], names, found.step)
+        check_weights(optimizers.named | moments, found.step)
     except UserError as error:
         earlier = checkpoint.previous_valid(found.path, True, world)
         raise UserError(f"checkpoint {found.path} is damaged: {error}; {earlier}") from error

@@ -1,10 +1,12 @@
-"""A training run from Python or the command line: resolved, built, and trained to its end."""
+"""A training run: `Trainer` resolves and builds it, and `train` is the loop that takes steps."""
 
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from fastgpt.checkpoint import checkpoint
@@ -19,8 +21,8 @@ from fastgpt.logs.metrics import check_trackers
 from fastgpt.parallel import distributed
 from fastgpt.parallel.signals import Stopped, StopSignal
 from fastgpt.run import directory
-from fastgpt.train.build import build
-from fastgpt.train.loop import train
+from fastgpt.train.build import Run, build
+from fastgpt.train.optim import lr_ratio
 from fastgpt.train.plan import resolve
 from fastgpt.train.recorder import Recorder
 from fastgpt.train.resume import check_same_command
@@ -62,7 +64,7 @@ class Trainer:
             self.plan = resolve(config, self.display.warn, data, world)
             self.run = build(self.plan, self.display.warn)
             cleanup.callback(self.run.loader.close)
-            self.recorder = Recorder(self.run, self.display, self.lock)
+            self.recorder = Recorder(self.run, self.display, self._lock_run)
             cleanup.pop_all()
         self.config, self.world = self.plan.config, self.plan.world
         self.run_dir, self.metrics = self.recorder.run_dir, self.recorder.metrics
@@ -73,6 +75,11 @@ class Trainer:
         if config.run_dir is not None and directory.is_run(config.run_dir):
             instead = "stop it" if config.resume else "pass another --run-dir"
             self.lock = directory.RunLock(config.run_dir, instead)
+
+    def _lock_run(self, path: Path) -> directory.RunLock:
+        """Returns the lock of the run's directory, which a new run creates."""
+        self.lock = self.lock or directory.RunLock(path)
+        return self.lock
 
     def fit(self) -> None:
         """Trains until `config.steps`, a signal or Ctrl-C, and completes the run directory.
@@ -110,8 +117,8 @@ class Trainer:
             run.loader.close()
             if self.metrics is not None:
                 self._finish(self.metrics.close)
-            if recorder.lock is not None:
-                recorder.lock.release()
+            if self.lock is not None:
+                self.lock.release()
             watchdog.close()
             stop.restore()
         for line in ending:
@@ -128,8 +135,8 @@ class Trainer:
     def _last_checkpoint(self) -> str:
         """Returns a clause for error messages: the last checkpoint, and the command to resume."""
         self._finish(self.recorder.saver.wait)
-        lock = self.recorder.lock
-        return directory.resume_hint(lock.place if lock else self.run_dir, self.world.size)
+        place = self.lock.place if self.lock else self.run_dir
+        return directory.resume_hint(place, self.world.size)
 
     def _done(self, seconds: float) -> list[str]:
         """Returns the lines to print at the end of a run that took so many seconds."""
@@ -157,3 +164,74 @@ class Trainer:
         self.requeue = bool(self.world.sum(asked))
         resume = resume_command(self.run_dir, self.world.size)
         return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
+
+
+def train(run: Run, until: int | None = None, recorder: Recorder | None = None) -> None:
+    """Takes optimizer steps until step `until`, by default the last one.
+
+    A step does not wait for the device: losses and norms stay there, and only a log line reads them
+    (with fp16 and `train.spike_z` each step does).
+
+    Args:
+        recorder: logs, evaluates, samples and saves; None: none of these.
+
+    Raises:
+        Stopped: on all ranks, after `run.stop` was received, which is checked between micro-steps:
+            the step that was begun is not taken.
+    """
+    plan, config, world = run.plan, run.plan.config, run.plan.world
+    optimizers, loader, scaler = run.optimizers, run.loader, run.optimizers.scaler
+    if recorder is not None:
+        recorder.begin()
+    while run.step < (config.steps if until is None else until):
+        seed_dropout(run)
+        optimizers.zero_grad()
+        loss = torch.zeros((), device=plan.device)
+        for micro_step in range(loader.accumulation):
+            last = micro_step == loader.accumulation - 1
+            watchdog.progress()
+            # A step's first forward may have a collective of DDP's own: no rank stops before that.
+            if run.stop is not None and (last or micro_step or world.size == 1):
+                run.stop.check(world, all_reduce=last or plan.has_forward_collectives)
+            x, y = loader.next()
+            # Gradients sync in the last micro-step only. DDP decides in its forward, so the forward
+            # is inside no_sync: around the backward alone, gradients would silently go unsynced.
+            with nullcontext() if last else run.no_sync():
+                with run.autocast():
+                    # weights the micro-batches by their targets, of which padded samples have
+                    # fewer: the sum is the mean over the global batch's targets
+                    weight = loader.target_ratio / loader.accumulation
+                    micro_loss = (run.ddp or run.forward)(x, y) * weight
+                scaler.scale(micro_loss).backward()
+            loss += micro_loss.detach()
+        run.loss = loss if world.size == 1 else world.sum(loss / world.size)
+        optimizers.set_lr(lr_ratio(run.step, config.steps, config.optim))
+        run.grad_norm = optimizers.clip()
+        optimizers.step(run.finite.skips(run.loss, run.grad_norm))
+        run.step += 1
+        run.finite.watch(run.step, optimizers.norms)
+        if run.spikes is not None:
+            run.spikes.after_step(run.step, run.loss, run.grad_norm)
+        if recorder is None:
+            continue
+        recorder.after_step()
+        if run.step == 1 or recorder.due(config.log_every):
+            recorder.log()
+        evaluates = recorder.due(plan.eval_every)
+        if evaluates or recorder.due(config.save_every):
+            with recorder.pause():
+                recorder.save()
+                if evaluates:
+                    recorder.evaluate()
+                    recorder.sample()
+
+
+def seed_dropout(run: Run) -> None:
+    """Seeds dropout's masks by the step, so that no generator state has to be saved."""
+    config, world = run.plan.config, run.plan.world
+    # tensor-parallel ranks need the same masks
+    numbers = (config.seed, run.step, world.rank // config.parallel.tp)
+    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+    # torch.manual_seed formats a stack trace for each missing GPU backend, which takes a good part
+    # of the smallest steps
+    (torch.default_generator if run.plan.device == "cpu" else torch).manual_seed(seed)

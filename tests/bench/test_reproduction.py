@@ -12,8 +12,8 @@ from bench.reproduce import BEGIN, END, SYSTEMS, System, Target, put_into, rende
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
 from fastgpt.train.build import build
-from fastgpt.train.loop import train
 from fastgpt.train.plan import configure, resolve
+from fastgpt.train.trainer import train
 from tests.warm import warm
 
 # Validation loss after so many steps. B's is the published one; the others, of which nothing is

@@ -17,9 +17,8 @@ from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.checkpoint.async_saver import Saver, Snapshot
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
-from fastgpt.train.loop import train
 from fastgpt.train.plan import configure
-from fastgpt.train.trainer import Trainer
+from fastgpt.train.trainer import Trainer, train
 from tests.runs import at_step, before_each, terminate, torchrun
 
 FIXED = {"config_json": "{}", "save_tokenizer": ByteTokenizer().save, "keep": 3}
@@ -46,7 +45,7 @@ def test_files_are_those_of_a_save_in_line_though_training_goes_on(tiny, tmp_pat
         for _ in range(2):  # the second time the memory is there
             opened.clear()
             train(run, run.step + 1)
-            tree = {"weights": run.model.state_dict(), "state": run.state()}
+            tree = dict(zip(("weights", "state"), run.snapshot()))
             saver.save(run.step, **tree)
             assert saver.has(run.step)
             expected = checkpoint.save(tmp_path / "in-line", run.step, **tree, **FIXED)

@@ -20,9 +20,8 @@ from fastgpt.convert.source import read
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError
 from fastgpt.train.build import build
-from fastgpt.train.loop import train
 from fastgpt.train.plan import configure, resolve
-from fastgpt.train.trainer import Trainer
+from fastgpt.train.trainer import Trainer, train
 from tests import runs
 from tests.convert.models import CONTEXT, V, converted, foreign, refused, saved, saved_run, theirs
 from tests.data.sets import prepared, texts, tokenizer_of

@@ -18,12 +18,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fastgpt import cli
 from fastgpt.errors import UserError
-from fastgpt.train import loop
+from fastgpt.train import trainer
 from tests.processes import ROOT
 
 
 def rank(how: str, folder: Path, argv: list[str]) -> None:
-    number, seed_dropout = int(os.environ["RANK"]), loop.seed_dropout
+    number, seed_dropout = int(os.environ["RANK"]), trainer.seed_dropout
 
     def failing_step(run):
         if run.step == 2 and number == 2:
@@ -33,7 +33,7 @@ def rank(how: str, folder: Path, argv: list[str]) -> None:
             time.sleep(60)
         seed_dropout(run)
 
-    loop.seed_dropout = failing_step
+    trainer.seed_dropout = failing_step
     if how == "late":
         (folder / "failed").touch()
         time.sleep(600 * (number == 2))

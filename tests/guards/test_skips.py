@@ -8,8 +8,8 @@ from fastgpt.config.config import TrainConfig
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
 from fastgpt.train.build import build
-from fastgpt.train.loop import train
 from fastgpt.train.plan import configure, resolve
+from fastgpt.train.trainer import train
 from tests.runs import finish, series, torchrun
 
 FLAGS = "--train.skip-nonfinite 2 --eval-every 0"

@@ -9,9 +9,8 @@ import torch
 from fastgpt.errors import UserError
 from fastgpt.guards import spikes
 from fastgpt.train.build import Run, build
-from fastgpt.train.loop import train
 from fastgpt.train.plan import configure, resolve
-from fastgpt.train.trainer import Trainer
+from fastgpt.train.trainer import Trainer, train
 from tests.guards.test_skips import poison
 from tests.runs import finish, outcome, series, torchrun
 

@@ -125,9 +125,11 @@ def test_ranks_end_with_their_launcher(tiny, tmp_path, sent, ranks, hangs):
     """Ranks save and end soon after torchrun, and those that cannot save end without."""
     script = "import train\n"
     if hangs:  # rank 1, and so does rank 0, which waits for it
-        script += "import os, time; from fastgpt.train import loop; seed = loop.seed_dropout\n"
+        script += (
+            "import os, time; from fastgpt.train import trainer; seed = trainer.seed_dropout\n"
+        )
         script += "rest = lambda run: run.step == 20 and os.environ['RANK'] == '1' and"
-        script += " time.sleep(60)\nloop.seed_dropout = lambda run: rest(run) or seed(run)\n"
+        script += " time.sleep(60)\ntrainer.seed_dropout = lambda run: rest(run) or seed(run)\n"
     (tmp_path / "hangs.py").write_text(f"{script}train.main()")
     flags = "--steps 3000 --eval-every 0 --log-every 5 --train.micro-batch 1"
     process = torchrun(ranks, str(tmp_path / "hangs.py"), *tiny(flags))

@@ -48,7 +48,7 @@ def check(flags: list[str], ranks: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--train.batch-tokens 48", "is 48: 3 sequences of 16, expected a multiple of the 8 ranks"),
+        ("--train.batch-tokens 48", "expected a multiple of the 8 data-parallel ranks"),
         ("--parallel.cp 3", "x --parallel.tp is 3: expected a divisor of the number of ranks, 8"),
         (f"{CP} --model.context 18 --train.batch-tokens 144", "multiple of 4, not 18"),
         (f"{CP} --model.architecture residual --model.activation relu", "model.architecture gpt, "),

@@ -20,8 +20,8 @@ from fastgpt.convert.source import read
 from fastgpt.kernels.decode_attention import op as decode_attention_op
 from fastgpt.sampling.chat import encode, template_of
 from fastgpt.train.build import build
-from fastgpt.train.loop import train
 from fastgpt.train.plan import configure, resolve
+from fastgpt.train.trainer import train
 from tests.convert.models import converted, files, same
 
 pytestmark = pytest.mark.slow

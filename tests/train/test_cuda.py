@@ -15,9 +15,8 @@ from fastgpt.logs.metrics import read_records
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
 from fastgpt.train.build import build
-from fastgpt.train.loop import train
 from fastgpt.train.plan import configure, resolve
-from fastgpt.train.trainer import Trainer
+from fastgpt.train.trainer import Trainer, train
 from tests.runs import finish, series, torchrun
 
 pytestmark = pytest.mark.gpu

@@ -8,9 +8,8 @@ import torch
 from fastgpt.device import device
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.train.build import build
-from fastgpt.train.loop import train
 from fastgpt.train.plan import configure, resolve
-from fastgpt.train.trainer import Trainer
+from fastgpt.train.trainer import Trainer, train
 from tests.runs import one_line_error, torchrun
 
 
@@ -73,16 +72,16 @@ def test_a_gpu_that_other_programs_fill_is_one_line(error, said, tiny, monkeypat
 
 RUN_OUT = """
 import os, torch, train
-from fastgpt.train import loop
+from fastgpt.train import trainer
 
-seed = loop.seed_dropout
+seed = trainer.seed_dropout
 
 def run_out(run):
     if run.step == 2 and os.environ["RANK"] == "1":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     seed(run)
 
-loop.seed_dropout = run_out
+trainer.seed_dropout = run_out
 train.main()
 """
 
@@ -95,9 +94,10 @@ def test_one_rank_without_memory_ends_all(tiny, tmp_path):
     assert "[rank 1] error: step 2: no GPU memory left with micro-batches of 4: pass a " in err
 
 
-def test_an_overflow_of_fp16_is_not_reported_for_a_later_failure(tiny):
+def test_an_overflow_of_fp16_is_not_reported_for_a_later_failure(tiny, monkeypatch):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *_, **__: scaler)
     run = build(resolve(configure(tiny("--optim.kind adamw --steps 20"))))
-    run.optimizers.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     weights = dict(run.model.named_parameters())
     for name, steps in {"wte.weight": [1], "h.0.mlp.c_fc.weight": range(4, 9)}.items():
 

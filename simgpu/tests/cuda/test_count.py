@@ -76,7 +76,7 @@ sys.path.insert(0, os.getcwd())
 import simgpu
 from fastgpt.parallel import parallelize
 from fastgpt.train.build import build
-from fastgpt.train.loop import train
+from fastgpt.train.trainer import train
 from fastgpt.train.plan import configure, resolve
 
 parallelize.BUCKET_MB = 1  # about a block, as are 25 MiB of gpt2-124m

@@ -141,14 +141,14 @@ DIES = """
 import os, sys
 sys.path.insert(0, os.getcwd())
 import train
-from fastgpt.train import loop
+from fastgpt.train import trainer
 
 def dying(run):
     if run.step == 2 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)
     return seed(run)
 
-seed, loop.seed_dropout = loop.seed_dropout, dying
+seed, trainer.seed_dropout = trainer.seed_dropout, dying
 train.main()
 """
 
@@ -191,7 +191,7 @@ COUNTS = """
 import sys, torch, simgpu
 from fastgpt.parallel.signals import StopSignal
 from fastgpt.train.build import build
-from fastgpt.train.loop import train
+from fastgpt.train.trainer import train
 from fastgpt.train.plan import configure, resolve
 from simgpu.launches import launched
 run = build(resolve(configure(sys.argv[1:])))
