@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import sysconfig
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ HUB = {
     "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu/sample-10BT",
 }
 """Named sets of documents: hf:owner/name[/configuration][@revision]."""
+PREPARED = {
+    "tinystories-char": ("TinyStories-valid.txt", "--tokenizer chars "),
+    "pubmed": ("abstracts.jsonl", "--tokenizer wordpiece --vocab-size 28996 --val-fraction 0.1 "),
+}
+"""File and flags that the datasets `prepared:NAME` of the recipes are prepared with."""
 SEPARATORS = {"tinystories": "<|endoftext|>"}
 """Separator between the documents of a named set that is on disk as text."""
 ABOUT = re.compile(r"(readme|licen[sc]e|notice|citation)\b.*|.*\.(json|ya?ml)", re.I)
@@ -58,6 +64,27 @@ STDLIB_SKIPPED_FILES = frozenset((
 # Written when Python itself is built: they differ between machines with the same version.
 STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
 STDLIB_MIN_BYTES = 1_000_000
+
+
+def resolve_source(source: str, warn: Callable[[str], None]) -> str:
+    """Resolves `data.source`: `prepared` is GPT-2's data, or with a warning the built-in corpus."""
+    kind, _, name = source.partition(":")
+    if kind != "prepared":
+        return source
+    folder = data_dir() / (name or "gpt2")
+    if (folder / "manifest.json").exists():
+        return str(folder)
+    if name:
+        what, flags = PREPARED.get(name, ("SOURCE", ""))
+        raise UserError(
+            f"--data.source is {source}, but {folder} is not a prepared directory: get {what}"
+            f" and run python -m fastgpt.prepare {what} {flags}--out {folder}"
+        )
+    warn(
+        f"no prepared data in {folder}: training on the built-in corpus as bytes. To prepare "
+        f"real text: python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {folder}"
+    )
+    return "builtin"
 
 
 def find_source(

@@ -10,6 +10,7 @@ from typing import Any
 from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data.corpus import Corpus, has_shards, open_shards
+from fastgpt.data.sources import resolve_source
 from fastgpt.device import device
 from fastgpt.doctor.checks import PROBLEM, WARNING, Finding, Found, run
 from fastgpt.errors import UserError, unknown_name
@@ -17,7 +18,6 @@ from fastgpt.kernels.cross_entropy.chunks import GPU_SHARE
 from fastgpt.parallel import parallelize
 from fastgpt.parallel.distributed import World
 from fastgpt.require_torch import ROOT
-from fastgpt.train.data import resolve_source
 from fastgpt.train.plan import configure, largest_micro_batch
 
 GPUS = tomllib.loads(Path(device.__file__).with_name("gpus.toml").read_text("utf-8"))

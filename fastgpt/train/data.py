@@ -10,10 +10,10 @@ from fastgpt.data.corpus import Corpus
 from fastgpt.data.dataset import Dataset, open_data, open_own
 from fastgpt.data.items import Data, MapCorpus
 from fastgpt.data.order import SampleOrder
+from fastgpt.data.sources import resolve_source
 from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
 from fastgpt.display import PrepareProgress
 from fastgpt.errors import UserError, counted
-from fastgpt.files import data_dir
 from fastgpt.parallel.distributed import World
 from fastgpt.sampling.chat import open_conversations
 from fastgpt.train import init_from
@@ -21,11 +21,6 @@ from fastgpt.train.init_from import Warn
 
 GPT2_TOKENS = 50_257
 """Size of GPT-2's vocabulary, which the recipes of its models fix."""
-PREPARED = {
-    "tinystories-char": ("TinyStories-valid.txt", "--tokenizer chars "),
-    "pubmed": ("abstracts.jsonl", "--tokenizer wordpiece --vocab-size 28996 --val-fraction 0.1 "),
-}
-"""File and flags that the datasets `prepared:NAME` of the recipes are prepared with."""
 
 
 def open_for_run(
@@ -122,24 +117,3 @@ def sample_prompt(config: Config, corpus: Corpus | MapCorpus) -> str:
     if config.data.source == RECIPES[config.recipe][1].data.source:
         return "def " if config.recipe == "baby" else "\n"
     return corpus.first_words()
-
-
-def resolve_source(source: str, warn: Warn) -> str:
-    """Resolves `data.source`: `prepared` is GPT-2's data, or with a warning the built-in corpus."""
-    kind, _, name = source.partition(":")
-    if kind != "prepared":
-        return source
-    folder = data_dir() / (name or "gpt2")
-    if (folder / "manifest.json").exists():
-        return str(folder)
-    if name:
-        what, flags = PREPARED.get(name, ("SOURCE", ""))
-        raise UserError(
-            f"--data.source is {source}, but {folder} is not a prepared directory: get {what}"
-            f" and run python -m fastgpt.prepare {what} {flags}--out {folder}"
-        )
-    warn(
-        f"no prepared data in {folder}: training on the built-in corpus as bytes. To prepare "
-        f"real text: python -m fastgpt.prepare FILE_OR_FOLDER --tokenizer gpt2 --out {folder}"
-    )
-    return "builtin"
