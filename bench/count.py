@@ -85,7 +85,7 @@ class CountBench:
     nanochat: Path | None = None
     """Path of a nanochat checkout, whose nanochat/gpt.py is imported."""
     add: bool = False
-    """Keep what the record says of other trainers, each of which has its own commit."""
+    """Keep what the record says of other trainers; each has its own commit there."""
     processes: int = 2
     """Number of processes that count at the same time."""
     out: Path = RECORD
@@ -100,10 +100,10 @@ class CountBench:
         if not (self.trainers or self.nanogpt or self.nanochat):
             raise UserError("--trainers is empty: expected at least one, --nanogpt or --nanochat")
         if self.add and not self.out.exists():
-            raise UserError(f"--add: there is no record {self.out}")
+            raise UserError(f"--add: {self.out} does not exist: expected a record")
         for path in (self.out, self.page):
             if not path.parent.is_dir():
-                raise UserError(f"{path}: there is no folder {path.parent}")
+                raise UserError(f"{path}: {path.parent} does not exist: expected a folder")
 
 
 Work = Any
@@ -160,7 +160,7 @@ def fixed(value: int) -> Callable[..., int]:
 
 @contextmanager
 def as_in(step_tokens: float, chunks: int, tokens: int) -> Iterator[None]:
-    """Lets our kernels divide few tokens as they would divide those of a whole step.
+    """Lets our kernels divide few tokens as they divide a whole step's.
 
     The loss takes them in as many chunks; the backwards of norms and activation, which are as many
     programs as the GPU runs at once, have fewer, whose partial sums are fewer bytes.

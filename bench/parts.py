@@ -202,7 +202,7 @@ GROUPS = (
     ("clipping and optimizer", ("optimizer",), ("clipping", "optimizer")),
     ("rest", ("other",), ("data", "embedding and casts", "activation", "other")),
 )
-"""Parts that are measured here, and those of `bench.count` which they consist of."""
+"""Parts that are measured here -> the parts of `bench.count` in them."""
 
 
 def beside_counts(

@@ -39,7 +39,7 @@ class Race:
     """Runs recipes and nanoGPT's example for small computers in turn, as whole processes."""
 
     nanogpt: Path
-    """Path of a nanoGPT checkout, of which a copy is run."""
+    """Path of a nanoGPT checkout; a copy of it is run."""
     recipes: tuple[str, ...] = ("shakespeare-cpu", "shakespeare-cpu-adamw")
     """Recipes to run; flags may follow the name, as in "shakespeare-cpu --steps 200"."""
     rounds: int = 3

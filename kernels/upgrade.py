@@ -54,7 +54,7 @@ Each section compares what two versions make of the kernels. A form is a kernel 
 sizes and options of one launch, compiled for one GPU architecture. Which differences count as
 worse, `python -m kernels.upgrade --help` says.
 """
-"""What stands above the sections of `docs/upgrades.md`."""
+"""Text above the sections of `docs/upgrades.md`."""
 RECORD = Path(__file__).parent / "proof" / "upgrades.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "upgrades.md"
 Report = Mapping[str, Any]

@@ -14,11 +14,11 @@ from fastgpt.parallel.fsdp import sum_over_shards
 class Finite:
     """Watches loss and gradient norms on the device: nothing waits for it before `checked`.
 
-    All ranks decide alike, because loss and norm are those of all of them.
+    All ranks decide alike, because loss and norm are of all of them.
 
     Args:
         most: number of optimizer steps left out in a row that ends a run; 0: none is left out.
-        norms: norms of the gradients, of which there are none yet.
+        norms: norms of the gradients before the first step.
         scaler: with fp16 it skips steps itself.
         names: names of the parameters.
     """
@@ -89,7 +89,7 @@ class Finite:
 def check_weights(named: dict[str, Tensor], step: int) -> None:
     """Raises `UserError` that names the first weight that is not finite, if there is one."""
     names, weights = list(named), list(named.values())
-    # a sum reads each weight once; that of finite weights may overflow, so the slower test of
+    # a sum reads each weight once; of finite weights it may overflow, so the slower test of
     # single weights has the last word
     bad = [~local(weight.detach()).sum().isfinite() for weight in weights]
     if sum_over_shards(torch.stack(bad).float(), weights[0]).any():

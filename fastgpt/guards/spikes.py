@@ -34,7 +34,7 @@ NARROWEST = 0.01
 class Spikes:
     """Finds spikes of loss and gradient norm; reads both after each step, which waits for it.
 
-    All ranks decide alike, because loss and norm are those of all of them.
+    All ranks decide alike, because loss and norm are of all of them.
 
     Args:
         z: standard deviations above the mean of the last steps at which a spike begins.

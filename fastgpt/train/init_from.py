@@ -77,7 +77,7 @@ def with_tokenizer(config: Config, source: OpenedModel | None) -> DataConfig:
 
 
 def _side_file(config: Config, name: str) -> Path:
-    """Returns a file of the checkpoint to resume; of a run, that of its newest one that has it."""
+    """Returns a file of the checkpoint to resume, or of a run's newest checkpoint that has it."""
     resume = Path(config.resume or "")
     checkpoints = [resume, *reversed(checkpoint.steps_on_disk(resume / "checkpoints"))]
     paths = [path / name for path in checkpoints]

@@ -1,6 +1,6 @@
 """Plan of a run: all that a command line and its settings leave open, decided before it is built.
 
-configure(argv)    settings of a recipe, a saved run or a model, then those of a file and flags
+configure(argv)    settings of a recipe, a saved run or a model, then of a file and of flags
 resolve(config)    device, precision, data, vocabulary, checkpoint, steps, micro-batch and ops
 """
 

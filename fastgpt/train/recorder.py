@@ -31,7 +31,7 @@ class Recorder:
     """Shows and writes what happens in a run; all ranks have one, and the main rank's writes.
 
     Args:
-        lock: returns the lock of the run's directory, and creates that of a new run.
+        lock: returns the lock of the run's directory; a new run's is created.
 
     Raises:
         UserError: the directory holds another run, or cannot be written.

@@ -64,7 +64,7 @@ def find_state(config: Config, world: World, data: Dataset, warn: Warn) -> Resum
     """Opens and verifies the checkpoint that `config.resume` names; a collective operation.
 
     Raises:
-        UserError: there is no valid checkpoint, or it is of another run than `config` and `data`.
+        UserError: no checkpoint is valid, or it belongs to another run than `config` and `data`.
     """
     if config.resume is None or not resumes(config.resume):
         return ResumeState()

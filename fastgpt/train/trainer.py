@@ -198,8 +198,8 @@ def train(run: Run, until: int | None = None, recorder: Recorder | None = None) 
             # is inside no_sync: around the backward alone, gradients would silently go unsynced.
             with nullcontext() if last else run.no_sync():
                 with run.autocast():
-                    # weights the micro-batches by their targets, of which padded samples have
-                    # fewer: the sum is the mean over the global batch's targets
+                    # Weights each micro-batch by its targets (padded samples have fewer), so that
+                    # the sum is the mean over the global batch's targets.
                     weight = loader.target_ratio / loader.accumulation
                     micro_loss = (run.ddp or run.forward)(x, y) * weight
                 scaler.scale(micro_loss).backward()
