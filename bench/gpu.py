@@ -34,7 +34,7 @@ from fastgpt.commands import installed
 BEGAN, STARTED = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S")
 ROOT = Path(__file__).parents[1]
 CARRIED = ROOT / ".gpu"
-"""Folder with what a machine without network lacks: wheels, tinyshakespeare.txt, nanogpt, COMMIT."""
+"""Folder with wheels, tinyshakespeare.txt, nanogpt and COMMIT, for a machine without network."""
 SCRATCH = ROOT / "build" / "gpu"
 Statuses = dict[str, int | None]
 
