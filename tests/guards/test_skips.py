@@ -39,7 +39,7 @@ def test_a_skipped_step_changes_nothing_bit_for_bit(tiny, kind, value):
         trees = [[e.model.state_dict()] for e in (skipping, without)]
         if step > 1:  # before, the one without has no moments, and the other zeros
             for tree, run in zip(trees, (skipping, without)):
-                tree.append(run.state()["optimizers"])
+                tree.append(run.snapshot()[1]["optimizers"])
         for ours, wanted in zip(*map(tree_leaves, trees), strict=True):
             if isinstance(ours, torch.Tensor):
                 ours, wanted = (
