@@ -23,10 +23,9 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError
 from fastgpt.kernels import is_batch_invariant
 from fastgpt.kernels.runtime import autocast_dtype
-from fastgpt.model.block import Block
+from fastgpt.model.block import Block, Dropout, Embedding, Norm
 from fastgpt.model.context_split import ContextShard
 from fastgpt.model.generation import check_tokens, generate
-from fastgpt.model.layers import Dropout, Embedding, Norm
 from fastgpt.model.positions import POSITIONS, Rotary
 from fastgpt.ops.kv_cache import Cache
 from fastgpt.ops.protocols import Ops
