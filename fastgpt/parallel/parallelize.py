@@ -24,10 +24,10 @@ from fastgpt.errors import UserError
 from fastgpt.model.build import build_model
 from fastgpt.model.context_split import ContextShard
 from fastgpt.model.gpt import GPT
+from fastgpt.ops.dtensor import linear_cross_entropy
 from fastgpt.ops.protocols import Ops
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import shard
-from fastgpt.parallel.tensor import linear_cross_entropy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
