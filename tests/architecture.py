@@ -20,7 +20,7 @@ PARTS = {
     ),
     "The model and its optimizers": (
         "fastgpt/config/model", "fastgpt/model/gpt", "fastgpt/model/block",
-        "fastgpt/model/positions", "fastgpt/ops/protocols", "fastgpt/ops/tables",
+        "fastgpt/ops/protocols", "fastgpt/ops/tables",
         "fastgpt/ops/torch_ops", "fastgpt/train/optim",
     ),
     "The kernels: attention stands for the others": (

@@ -119,13 +119,9 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        cp_shard: ContextShard | None = None,
-        *,
+        self, config: ModelConfig, ops: Ops, cp_shard: ContextShard | None = None, *,
         skip_bias_add: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         H, K, D, C = config.num_heads, config.kv_heads, config.head_dim, config.dim
         self.ops, self.cp_shard = ops, cp_shard
@@ -154,12 +150,9 @@ class Attention(nn.Module):
         return self.dropout(self.c_proj(y.flatten(2)))
 
     def attend(
-        self,
-        qkv: Tensor,
-        cos_sin: tuple[Tensor, Tensor] | None,
-        doc_ids: Tensor | None,
+        self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor] | None, doc_ids: Tensor | None,
         layer_cache: LayerCache | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Computes the heads' outputs (B, T, H, D) from qkv (B, T, H + 2 K, D)."""
         p = self.p if self.training else 0.0
         options = {"scale": self.scale, "window": self.window, "dropout_p": p, "doc_ids": doc_ids}
@@ -225,12 +218,9 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        recompute: Recompute = "none",
+        self, config: ModelConfig, ops: Ops, recompute: Recompute = "none",
         cp_shard: ContextShard | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.recompute = recompute
         self.pre_norm = config.pre_norm

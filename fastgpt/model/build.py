@@ -33,9 +33,6 @@ class Bigram(GPT):
         bare = replace(bare, position="none", tied=True, bias=False)
         super().__init__(bare, ops, **options)
 
-    def last_norm(self, config: ModelConfig, ops: Ops) -> None:
-        return None
-
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
         if targets is None:
             return x
@@ -70,9 +67,6 @@ class Unnormalised(GPT):
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
         return LectureBlock(config, ops)
-
-    def last_norm(self, config: ModelConfig, ops: Ops) -> None:
-        return None
 
 
 NORMS = "norm norm_eps"
