@@ -61,11 +61,10 @@ class Projection(nn.Linear):
 
 
 class Residual(NamedTuple):
-    """Residual stream, and the bias that the projection before it left out."""
+    """Residual stream, and the bias that the `Projection` before it left out."""
 
     stream: Tensor
     x_bias: Tensor | None
-    """See `Projection`."""
 
 
 class Norm(nn.Module):
@@ -113,10 +112,7 @@ class HeadNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; q, k and v are views of one packed projection, never copied.
-
-    With `skip_bias_add` the output lacks the bias of `c_proj`.
-    """
+    """Causal self-attention; q, k and v are views of one packed projection, never copied."""
 
     def __init__(
         self, config: ModelConfig, ops: Ops, cp_shard: ContextShard | None = None, *,
@@ -183,10 +179,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward layers C -> F -> C; SwiGLU's gate is the first half of a 2 F wide projection.
-
-    With `skip_bias_add` the output lacks the bias of `c_proj`.
-    """
+    """Feed-forward layers C -> F -> C; SwiGLU's gate is the first half of a 2 F wide projection."""
 
     def __init__(self, config: ModelConfig, ops: Ops, *, skip_bias_add: bool = False) -> None:
         super().__init__()

@@ -97,13 +97,12 @@ def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
     if config.is_gpt:
         return GPT(config, ops, **options)
     plain, without = ModelConfig(activation="relu"), f"model.architecture {config.architecture}"
-    for name in LACKS[config.architecture].split():
-        given, expected = getattr(config, name), getattr(plain, name)
+    names = LACKS[config.architecture].split()
+    set_to = [(f"model.{name}", getattr(config, name), getattr(plain, name)) for name in names]
+    set_to.append(("--train.recompute", options.get("recompute", "none"), "none"))
+    for name, given, expected in set_to:
         if given != expected:
-            given = f"model.{name} is {given}"
-            raise UserError(f"{given}: it has no effect in {without}, expected {expected}")
-    if (recompute := options.get("recompute", "none")) != "none":
-        given = f"--train.recompute is {recompute}"
-        raise UserError(f"{given}: it has no effect in {without}, expected none")
+            said = f"it has no effect in {without}, expected {expected}"
+            raise UserError(f"{name} is {given}: {said}")
     kind = Bigram if config.architecture == "bigram" else Unnormalised
     return kind(config, ops, **options)
