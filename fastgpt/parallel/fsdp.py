@@ -201,12 +201,9 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     parts = torch._foreach_norm([local(x) for x in tensors])  # pyright: ignore
     if not is_sharded(tensors[0]):
         return torch.stack(parts)
-    torch._foreach_mul_(parts, [_copies(x) ** -0.5 for x in tensors])  # pyright: ignore
+    mesh = tensors[0].device_mesh
+    # tensor-parallel ranks may all hold the same part
+    copies = mesh.size(-1) if "tensor" in (mesh.mesh_dim_names or ()) else 1
+    same = [is_sharded(x) and x.placements[-1].is_replicate() for x in tensors]
+    torch._foreach_mul_(parts, [copies**-0.5 if x else 1.0 for x in same])  # pyright: ignore
     return sum_over_shards(torch.stack(parts).square(), tensors[0]).sqrt()
-
-
-def _copies(x: Tensor) -> int:
-    """Returns the number of tensor-parallel ranks that hold the same part."""
-    assert is_sharded(x)
-    names = x.device_mesh.mesh_dim_names or ()
-    return x.device_mesh.size(-1) if "tensor" in names and x.placements[-1].is_replicate() else 1
