@@ -19,7 +19,7 @@ from fastgpt.convert.source import open_model
 from fastgpt.device import device
 from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
-from fastgpt.model.drawing import OPTIONS
+from fastgpt.model.generation import OPTIONS
 from fastgpt.sampling.chat import talk, template_of
 from fastgpt.sampling.streaming import stream
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut

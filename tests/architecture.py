@@ -19,10 +19,9 @@ PARTS = {
         "fastgpt/train/recorder", "fastgpt/train/resume", "fastgpt/parallel/distributed",
     ),
     "The model and its optimizers": (
-        "fastgpt/config/model", "fastgpt/model/gpt", "fastgpt/model/block", "fastgpt/model/layers",
-        "fastgpt/model/positions",
-        "fastgpt/ops/protocols", "fastgpt/ops/tables", "fastgpt/ops/torch_ops",
-        "fastgpt/train/optim",
+        "fastgpt/config/model", "fastgpt/model/gpt", "fastgpt/model/block",
+        "fastgpt/ops/protocols", "fastgpt/ops/tables",
+        "fastgpt/ops/torch_ops", "fastgpt/train/optim",
     ),
     "The kernels: attention stands for the others": (
         "kernels/runtime", "kernels/attention/op",

@@ -8,29 +8,34 @@ A checkpoint is a folder `step_00000500`:
     huggingface.json    files of a converted model that fastgpt does not interpret; else missing
     checkpoint.json     format version, step, and the sha256 of each file above; written last
 It is written under a temporary name, fsynced and renamed, so that a folder named `step_*` is always
-complete.
+complete. A thread does so, from a copy in host memory: training waits only for the copy.
 """
 
+import copy
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fastgpt.checkpoint import tensors
 from fastgpt.commands import resume_command
-from fastgpt.errors import UserError, brief, is_disk_full, reason, shown, writing
+from fastgpt.errors import UserError, is_disk_full, reason, shown, writing
 from fastgpt.files import parse_json, sha256_of, sync_directory
 from fastgpt.parallel.distributed import World
 
 T = TypeVar("T")
+ALONE = World()
 FORMAT_VERSION = 2
 RECORD = "checkpoint.json"
 STEP = re.compile(r"step_\d{8,}")
@@ -51,16 +56,10 @@ class Checkpoint:
 
 
 def save(
-    folder: Path,
-    step: int,
-    *,
-    weights: Mapping[str, Tensor],
-    state: dict[str, Any],
-    config_json: str,
-    save_tokenizer: Callable[[Path], None] | None,
-    keep: int,
+    folder: Path, step: int, *, weights: Mapping[str, Tensor], state: dict[str, Any],
+    config_json: str, save_tokenizer: Callable[[Path], None] | None, keep: int,
     huggingface_json: str | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Writes the checkpoint `folder/step_N` and removes old ones.
 
     Args:
@@ -165,7 +164,106 @@ def _step(path: Path) -> float:
         return float("inf")
 
 
-def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoint:  # noqa: B008
+# --- saving beside training -----------------------------------------------------------------------
+
+
+class Snapshot:
+    """Copy of tensors in host memory, which is pinned for tensors on CUDA and reused.
+
+    It takes as many bytes as the tensors; PyTorch rounds each pinned buffer up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, tree: T) -> T:
+        """Returns `tree` with its tensors copied to host memory; the next call overwrites them."""
+        copies: dict[int, Tensor] = {}
+        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        for number, x in enumerate(tensors):
+            key = (number, x.shape, x.dtype)
+            try:
+                if key not in self._buffers:
+                    self._buffers[key] = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+            except RuntimeError as error:
+                raise UserError(
+                    "no host memory for a copy of weights and optimizer state, from which"
+                    f" checkpoints are written: {reason(error)}"
+                ) from error
+            copies[id(x)] = self._buffers[key].copy_(x, non_blocking=x.is_cuda)
+        if any(x.is_cuda for x in tensors):
+            torch.cuda.current_stream().synchronize()
+        return copy.deepcopy(tree, copies)  # pyright: ignore[reportArgumentType]
+
+
+class Saver:
+    """Writes the checkpoints of a run in a thread, one after the other.
+
+    Args:
+        folder: folder of the checkpoints.
+        fixed: what `save` is given each time, such as `config_json` and `keep`.
+    """
+
+    def __init__(self, folder: Path, **fixed: Any) -> None:
+        self.folder, self._write = folder, partial(save, folder, **fixed)
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        # a new thread begins on GPU 0, and would use memory there
+        begin = None if gpu is None else partial(torch.cuda.set_device, gpu)
+        self._thread = ThreadPoolExecutor(1, "publisher", begin)
+        self._jobs: list[Future[object]] = []
+        self._snapshot = Snapshot()
+        self._started: int | None = None
+
+    def save(
+        self, step: int, weights: dict[str, Tensor], state: dict[str, Any], *, copied: bool = False
+    ) -> None:
+        """Copies weights and state, and starts to write them as the checkpoint of `step`.
+
+        Those that are `copied` already are used as they are. Raises `UserError` if an earlier
+        checkpoint could not be written, or memory is short.
+        """
+        self.wait()  # it reads the copies that are overwritten here
+        if not copied:
+            weights, state = self._snapshot.take([weights, state])
+        self._started = step
+        self.start(partial(self._write, step, weights=weights, state=state))
+
+    def has(self, step: int) -> bool:
+        """Returns True if the checkpoint of `step` exists or is being written."""
+        return step == self._started or step_path(self.folder, step).exists()
+
+    def mark_best(self, step: int) -> None:
+        """Starts to copy the checkpoint of `step` to `best`, once it is written."""
+        self.start(partial(mark_best, step_path(self.folder, step)))
+
+    def start(self, job: Callable[[], object]) -> None:
+        """Queues `job`; its error is raised by the next `wait`."""
+        self._jobs.append(self._thread.submit(job))
+
+    @property
+    def failed(self) -> bool:
+        """True if a job that was not waited for has failed."""
+        return any(job.done() and job.exception() for job in self._jobs)
+
+    def wait(self) -> None:
+        """Waits for all jobs, and raises the error of the one that failed, the first time."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """Waits as `wait` does, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def load(path: Path, *, state: bool = True, world: World = ALONE) -> Checkpoint:
     """Loads a checkpoint and verifies its checksums.
 
     Args:
@@ -176,7 +274,14 @@ def load(path: Path, *, state: bool = True, world: World = World()) -> Checkpoin
         UserError: a file is missing, altered or of an unknown format, or the ranks' names differ.
     """
     record = _on_all_ranks(path, world, lambda: _verified(path, world))
-    return _on_all_ranks(path, world, lambda: _read(path, record, state, world.size > 1))
+
+    def read() -> Checkpoint:
+        weights = tensors.read(path / WEIGHT_FILES[0])
+        mapped = world.size > 1
+        found = tensors.unpickle(path / WEIGHT_FILES[1], mmap=mapped) if state else {}
+        return Checkpoint(path=path, step=record["step"], weights=weights, state=found)
+
+    return _on_all_ranks(path, world, read)
 
 
 def _on_all_ranks(path: Path, world: World, work: Callable[[], T]) -> T:
@@ -210,15 +315,6 @@ def _verified(path: Path, world: World) -> dict[str, Any]:
     return record
 
 
-def _read(path: Path, record: dict[str, Any], state: bool, shared: bool) -> Checkpoint:
-    try:
-        weights = tensors.read(path / WEIGHT_FILES[0])
-        values = tensors.unpickle(path / WEIGHT_FILES[1], mmap=shared) if state else {}
-    except OSError as error:
-        raise UserError(f"checkpoint {path} cannot be read: {brief(error)}") from error
-    return Checkpoint(path=path, step=record["step"], weights=weights, state=values)
-
-
 def read_record(path: Path) -> dict[str, Any]:
     """Reads the `checkpoint.json` of a checkpoint and checks its format version."""
     try:
@@ -248,12 +344,7 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def find(
-    resume: str,
-    *,
-    state: bool = True,
-    world: World = World(),  # noqa: B008
-) -> tuple[Checkpoint, list[str]]:
+def find(resume: str, *, state: bool = True, world: World = ALONE) -> tuple[Checkpoint, list[str]]:
     """Loads a checkpoint, and returns it with the errors of newer ones that were skipped.
 
     `resume` is the path of a checkpoint, or of a run, whose newest valid checkpoint is loaded;

@@ -52,18 +52,10 @@ class Loader(AbstractContextManager):
     """
 
     def __init__(
-        self,
-        corpora: Sequence[TokenSource],
-        samples: Mixture,
-        *,
-        context: int,
-        global_batch: int,
-        micro_batch: int,
-        rank: int = 0,
-        world_size: int = 1,
-        pad_id: int = 0,
+        self, corpora: Sequence[TokenSource], samples: Mixture, *, context: int, global_batch: int,
+        micro_batch: int, rank: int = 0, world_size: int = 1, pad_id: int = 0,
         device: torch.device | str = "cpu",
-    ) -> None:
+    ) -> None:  # fmt: skip
         if global_batch < 1 or micro_batch < 1 or global_batch % (world_size * micro_batch):
             raise UserError(
                 f"a global batch of {counted(global_batch, 'sample')} does not divide into"
@@ -82,14 +74,9 @@ class Loader(AbstractContextManager):
         if self._pinned:  # a new thread begins on GPU 0, and would use memory there
             gpu = torch.get_device_module(self.device)
             set_device = partial(gpu.set_device, gpu.current_device())
+        grid = self.accumulation, world_size, micro_batch
         micros = _micro_batches(
-            tuple(corpora),
-            samples,
-            grid=(self.accumulation, world_size, micro_batch),
-            rank=rank,
-            context=context,
-            pad_id=pad_id,
-            pinned=self._pinned,
+            tuple(corpora), samples, grid, rank, context, pad_id, pinned=self._pinned
         )
         # the thread does not hold the loader, and ends when the pool is forgotten with it
         self._pool = ThreadPoolExecutor(1, "fastgpt-loader", set_device)
@@ -116,11 +103,7 @@ class Loader(AbstractContextManager):
         return x, y
 
     def state(self) -> dict[str, list[int]]:
-        """Returns `Mixture.state` after the last complete global batch.
-
-        Prefetched batches do not count. Within a global batch, it is the state at that batch's
-        start.
-        """
+        """Returns `Mixture.state` after the last complete global batch that `next` returned."""
         return self._state
 
     def close(self) -> None:
@@ -133,16 +116,9 @@ class Loader(AbstractContextManager):
 
 
 def eval_batches(
-    tokens: TokenSource,
-    *,
-    context: int,
-    micro_batch: int,
-    rank: int,
-    world_size: int,
-    max_tokens: int,
-    documents: SampleOrder | None = None,
-    pad_id: int = 0,
-) -> "EvalBatches":
+    tokens: TokenSource, *, context: int, micro_batch: int, rank: int, world_size: int,
+    max_tokens: int, documents: SampleOrder | None = None, pad_id: int = 0,
+) -> "EvalBatches":  # fmt: skip
     """Makes batches of fixed windows of a validation split, the same for any number of ranks.
 
     Over all windows, each token but the first is a target exactly once: the last window overlaps
@@ -183,15 +159,9 @@ def eval_batches(
 
 
 def random_batches(
-    tokens: np.ndarray | Tokens,
-    *,
-    context: int,
-    micro_batch: int,
-    samples: int,
-    seed: Sequence[int],
-    rank: int,
-    world_size: int,
-) -> "EvalBatches":
+    tokens: np.ndarray | Tokens, *, context: int, micro_batch: int, rank: int, world_size: int,
+    samples: int, seed: Sequence[int],
+) -> "EvalBatches":  # fmt: skip
     """Makes batches of random windows, (B, T) each, drawn with replacement from `seed` alone.
 
     Args:
@@ -211,7 +181,7 @@ def random_batches(
     starts = stream.randint(len(tokens) - context, size=(batches, micro_batch))
     starts = starts[rank::world_size].reshape(-1)
     windows = np.stack((starts, starts + context + 1, np.zeros_like(starts)), axis=1)
-    return EvalBatches(tokens, windows, micro_batch, context)
+    return EvalBatches(tokens, windows, micro_batch, context, pad_id=0)
 
 
 class EvalBatches:
@@ -222,12 +192,7 @@ class EvalBatches:
     """
 
     def __init__(
-        self,
-        tokens: TokenSource,
-        windows: np.ndarray,
-        micro_batch: int,
-        context: int,
-        pad_id: int = 0,
+        self, tokens: TokenSource, windows: np.ndarray, micro_batch: int, context: int, pad_id: int
     ) -> None:
         self._tokens, self._windows, self._pad_id = tokens, windows, pad_id
         self._shape = micro_batch, context
@@ -249,13 +214,9 @@ class EvalBatches:
 
 
 def _gather(
-    corpora: Sequence[TokenSource],
-    samples: np.ndarray,
-    shape: tuple[int, int],
-    pad_id: int,
-    *,
+    corpora: Sequence[TokenSource], samples: np.ndarray, shape: tuple[int, int], pad_id: int, *,
     pinned: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Copies samples, (n, 3) of corpus, start, stop, into x and y (B, T), and pads the rest."""
     # New memory each time: earlier batches belong to the caller, and PyTorch's pinned allocator
     # keeps a freed block until the copy that reads it has finished.
@@ -279,15 +240,9 @@ def _gather(
 
 
 def _micro_batches(
-    corpora: Sequence[TokenSource],
-    samples: Mixture,
-    *,
-    grid: tuple[int, int, int],
-    rank: int,
-    context: int,
-    pad_id: int,
-    pinned: bool,
-) -> Iterator[tuple[Tensor, Tensor, float, dict[str, list[int]] | None]]:
+    corpora: Sequence[TokenSource], samples: Mixture, grid: tuple[int, int, int], rank: int,
+    context: int, pad_id: int, *, pinned: bool,
+) -> Iterator[tuple[Tensor, Tensor, float, dict[str, list[int]] | None]]:  # fmt: skip
     """Yields this rank's micro-batches: x, y, their share of the targets, and the state after them.
 
     The last micro-batch of a global batch alone has a state.

@@ -44,15 +44,9 @@ class SampleOrder:
     """
 
     def __init__(
-        self,
-        num_tokens: int,
-        *,
-        context: int,
-        seed: int,
-        sampling: str = "epoch",
-        align: str = "none",
-        documents: np.ndarray | None = None,
-    ) -> None:
+        self, num_tokens: int, *, context: int, seed: int, sampling: str = "epoch",
+        align: str = "none", documents: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         if align != "document" and num_tokens < context + 1:
             raise UserError(
                 f"the corpus has {counted(num_tokens, 'token')}, but one window of context"
@@ -176,11 +170,9 @@ class Mixture:
     """
 
     def __init__(
-        self,
-        orders: Sequence[SampleOrder],
-        weights: Sequence[float],
+        self, orders: Sequence[SampleOrder], weights: Sequence[float],
         state: dict[str, list[int]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.orders = tuple(orders)
         shares = np.cumsum(np.asarray(weights, np.float64)) / np.sum(weights)
         # at most the largest double below 2^64, if the last weight is too small to matter

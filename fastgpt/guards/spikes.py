@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fastgpt.checkpoint.async_saver import Snapshot
+from fastgpt.checkpoint.checkpoint import Snapshot
 from fastgpt.errors import UserError
 from fastgpt.ops.dtensor import local
 

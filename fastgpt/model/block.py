@@ -1,4 +1,4 @@
-"""Blocks of a GPT: attention and feed-forward layers, with the normalisation between them.
+"""Blocks of a GPT, and the layers they are built of: dropout, projections, norms, attention, MLP.
 
 Shapes
     B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width
@@ -6,8 +6,9 @@ Shapes
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,25 +17,107 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.kernels import is_batch_invariant
 from fastgpt.kernels.bias_act.op import activation
 from fastgpt.model.context_split import ContextShard
-from fastgpt.model.layers import Dropout, HeadNorm, Norm, Projection, Residual
+from fastgpt.ops.dtensor import embedding, linear, local
 from fastgpt.ops.kv_cache import LayerCache
 from fastgpt.ops.protocols import Ops
 
 
-class Attention(nn.Module):
-    """Causal self-attention; q, k and v are views of one packed projection, never copied.
+class Dropout(nn.Module):
+    """Dropout with probability p in training; the identity in evaluation or if p is 0."""
 
-    With `skip_bias_add` the output lacks the bias of `c_proj`.
+    def __init__(self, p: float, ops: Ops) -> None:
+        super().__init__()
+        self.p, self.ops = p, ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.dropout(x, self.p) if self.training and self.p else x
+
+
+class Embedding(nn.Embedding):
+    """Embedding of tokens, of whose vocabulary each tensor-parallel rank has a part."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return embedding(input, self.weight)
+
+
+class Projection(nn.Linear):
+    """Linear layer; with `skip_bias_add` the next op adds the bias, `skipped_bias`, instead.
+
+    That op computes the bias's gradient together with the output's: no pass of its own is needed.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        cp_shard: ContextShard | None = None,
-        *,
-        skip_bias_add: bool = False,
+        self, inputs: int, outputs: int, *, bias: bool, skip_bias_add: bool = False
     ) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.skip_bias_add = skip_bias_add
+
+    @property
+    def skipped_bias(self) -> Tensor | None:
+        return local(self.bias) if self.skip_bias_add else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, None if self.skip_bias_add else self.bias)
+
+
+class Residual(NamedTuple):
+    """Residual stream, and the bias that the `Projection` before it left out."""
+
+    stream: Tensor
+    x_bias: Tensor | None
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm with the residual sum before it.
+
+    Returns (norm(sum), sum), the sum of x, its bias and the residual stream; without a residual,
+    x stands for the sum.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.ops, self.eps, self.kind = ops, config.epsilon, config.norm_kind
+        self.weight = nn.Parameter(torch.ones(config.dim))
+        if self.kind == "layernorm":
+            self.bias = nn.Parameter(torch.zeros(config.dim)) if config.bias_at("mlp") else None
+
+    def forward(self, x: Tensor, residual: Residual | None) -> tuple[Tensor, Tensor]:
+        norms, weight = self.ops.norms, local(self.weight)
+        norm, add_norm, parameters = norms.rms_norm, norms.add_rms_norm, (weight,)
+        if self.kind == "layernorm":
+            norm, add_norm = norms.layer_norm, norms.add_layer_norm
+            parameters = weight, local(self.bias)
+        if residual is None:
+            return norm(x, *parameters, self.eps), x
+        stream, x_bias = residual
+        return add_norm(x, stream, *parameters, self.eps, x_bias=x_bias)
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of heads (..., D), of which each tensor-parallel rank has some; it keeps their dtype.
+
+    It computes in the dtype of the weights, if there are any: two dtypes, as under autocast, have
+    no fused kernel.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        eps = 1e-6 if config.norm_eps is None else config.norm_eps
+        super().__init__(config.head_dim, eps, config.qk_norm == "weighted")
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else local(self.weight, partial=True)
+        given = x if weight is None else x.to(weight.dtype)
+        y = nn.functional.rms_norm(given, self.normalized_shape, weight, self.eps)
+        return y.type_as(x)  # autocast may use fp32
+
+
+class Attention(nn.Module):
+    """Causal self-attention; q, k and v are views of one packed projection, never copied."""
+
+    def __init__(
+        self, config: ModelConfig, ops: Ops, cp_shard: ContextShard | None = None, *,
+        skip_bias_add: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         H, K, D, C = config.num_heads, config.kv_heads, config.head_dim, config.dim
         self.ops, self.cp_shard = ops, cp_shard
@@ -63,12 +146,9 @@ class Attention(nn.Module):
         return self.dropout(self.c_proj(y.flatten(2)))
 
     def attend(
-        self,
-        qkv: Tensor,
-        cos_sin: tuple[Tensor, Tensor] | None,
-        doc_ids: Tensor | None,
+        self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor] | None, doc_ids: Tensor | None,
         layer_cache: LayerCache | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Computes the heads' outputs (B, T, H, D) from qkv (B, T, H + 2 K, D)."""
         p = self.p if self.training else 0.0
         options = {"scale": self.scale, "window": self.window, "dropout_p": p, "doc_ids": doc_ids}
@@ -99,10 +179,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward layers C -> F -> C; SwiGLU's gate is the first half of a 2 F wide projection.
-
-    With `skip_bias_add` the output lacks the bias of `c_proj`.
-    """
+    """Feed-forward layers C -> F -> C; SwiGLU's gate is the first half of a 2 F wide projection."""
 
     def __init__(self, config: ModelConfig, ops: Ops, *, skip_bias_add: bool = False) -> None:
         super().__init__()
@@ -134,12 +211,9 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        recompute: Recompute = "none",
+        self, config: ModelConfig, ops: Ops, recompute: Recompute = "none",
         cp_shard: ContextShard | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.recompute = recompute
         self.pre_norm = config.pre_norm
@@ -155,8 +229,7 @@ class Block(nn.Module):
         self, x: Tensor, residual: Residual | None, *rest: Any
     ) -> tuple[Tensor, Residual | None]:
         """Computes the block; the other arguments are those of `Attention.attend`."""
-        call = checkpointed if self.training and self.recompute == "full" else called
-        x, total = call(self.run, x, *(residual or (None, None)), *rest)
+        x, total = self.call("full", self.run, x, *(residual or (None, None)), *rest)
         if total is None:
             return x, None
         bias = self.mlp.c_proj.skipped_bias
@@ -167,9 +240,14 @@ class Block(nn.Module):
         self, x: Tensor, stream: Tensor | None, x_bias: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the block: its output, and with pre-norm the residual stream."""
-        call = checkpointed if self.training and self.recompute == "selective" else called
-        qkv, total = call(self.pre_attention, x, stream, x_bias)
-        return call(self.post_attention, self.attn.attend(qkv, *rest), total)
+        qkv, total = self.call("selective", self.pre_attention, x, stream, x_bias)
+        return self.call("selective", self.post_attention, self.attn.attend(qkv, *rest), total)
+
+    def call(self, recomputed: Recompute, part: Callable[..., Any], *inputs: Any) -> Any:
+        """Calls a part of the block, which keeps its inputs alone if it is to be recomputed."""
+        if self.training and self.recompute == recomputed:
+            return checkpoint(part, *inputs, use_reentrant=False)
+        return part(*inputs)
 
     def pre_attention(
         self, x: Tensor, stream: Tensor | None, x_bias: Tensor | None
@@ -189,12 +267,3 @@ class Block(nn.Module):
         x, _ = self.ln_1(x, residual)
         x, _ = self.ln_2(self.mlp(x), Residual(x, self.mlp.c_proj.skipped_bias))
         return x, None
-
-
-def called(work: Callable[..., Any], *inputs: Any) -> Any:
-    return work(*inputs)
-
-
-def checkpointed(work: Callable[..., Any], *inputs: Any) -> Any:
-    """Calls `work` without keeping what its backward needs, which is computed again there."""
-    return checkpoint(work, *inputs, use_reentrant=False)

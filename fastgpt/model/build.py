@@ -1,11 +1,11 @@
 """Building a model: the GPT, or one of the lecture's steps before it, from the GPT's own parts.
 
-A   Bigram             row t of one V x V table holds the logits of what follows token t
-B   HeadsBlock         token and position embeddings, one attention head, a linear output
-C   HeadsBlock         several heads side by side
-D   FeedForwardBlock   a feed-forward layer after the heads
-E   ResidualBlock      both with residual connections, so that blocks can be stacked
-F   block.Block        LayerNorm before each of them and at the end: `layernorm`, and then `gpt`
+A   Bigram         row t of one V x V table holds the logits of what follows token t
+B   LectureBlock   token and position embeddings, one attention head, a linear output
+C   LectureBlock   several heads side by side
+D   LectureBlock   a linear layer with a ReLU after the heads
+E   LectureBlock   attention and MLP with residual connections, so that blocks can be stacked
+F   block.Block    LayerNorm before each of them and at the end: `layernorm`, and then `gpt`
 
 The recipes `lecture-bigram`, `-head`, `-multihead`, `-feedforward`, `-residual`, `-layernorm` and
 `-gpt` train them; docs/reproduction.md has the loss of each.
@@ -33,60 +33,40 @@ class Bigram(GPT):
         bare = replace(bare, position="none", tied=True, bias=False)
         super().__init__(bare, ops, **options)
 
-    def last_norm(self, config: ModelConfig, ops: Ops) -> None:
-        return None
-
     def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
         if targets is None:
             return x
         return cross_entropy(x, targets, self.z_loss if self.training else 0.0)
 
 
-class HeadsBlock(nn.Module):
-    """Attention alone: the heads' outputs side by side, with no projection after them."""
+class LectureBlock(nn.Module):
+    """Attention of several heads (B, C), then a linear layer (D), or an MLP and sums (E)."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        self.attn = Attention(config, ops)
-        self.attn.add_module("c_proj", nn.Identity())
+        self.kind, self.attn = config.architecture, Attention(config, ops)
+        if self.kind == "residual":
+            self.mlp = MLP(config, ops)
+            return
+        self.attn.add_module("c_proj", nn.Identity())  # the heads' outputs are left side by side
+        if self.kind == "feedforward":
+            self.mlp = nn.Sequential(nn.Linear(config.dim, config.dim), nn.ReLU())
 
     def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
-        return self.attn(x, *rest), None
-
-
-class FeedForwardBlock(HeadsBlock):
-    """Attention, then one linear layer with a ReLU."""
-
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
-        super().__init__(config, ops)
-        self.mlp = nn.Sequential(nn.Linear(config.dim, config.dim), nn.ReLU())
-
-    def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
-        return self.mlp(self.attn(x, *rest)), None
-
-
-class ResidualBlock(nn.Module):
-    """Attention and feed-forward layers with residual connections, both ending in a projection."""
-
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
-        super().__init__()
-        self.attn = Attention(config, ops)
-        self.mlp = MLP(config, ops)
-
-    def forward(self, x: Tensor, residual: None, *rest: Any) -> tuple[Tensor, None]:
-        x = x + self.attn(x, *rest)
+        y = self.attn(x, *rest)
+        if self.kind == "heads":
+            return y, None
+        if self.kind == "feedforward":
+            return self.mlp(y), None
+        x = x + y
         return x + self.mlp(x), None
 
 
 class Unnormalised(GPT):
-    """GPT without normalisation layers, of the blocks above: the lecture's steps B to E."""
+    """GPT without normalisation layers: the lecture's steps B to E."""
 
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
-        kinds = {"heads": HeadsBlock, "feedforward": FeedForwardBlock, "residual": ResidualBlock}
-        return kinds[config.architecture](config, ops)
-
-    def last_norm(self, config: ModelConfig, ops: Ops) -> None:
-        return None
+        return LectureBlock(config, ops)
 
 
 NORMS = "norm norm_eps"
@@ -117,13 +97,12 @@ def build_model(config: ModelConfig, ops: Ops, **options: Any) -> GPT:
     if config.is_gpt:
         return GPT(config, ops, **options)
     plain, without = ModelConfig(activation="relu"), f"model.architecture {config.architecture}"
-    for name in LACKS[config.architecture].split():
-        given, expected = getattr(config, name), getattr(plain, name)
+    names = LACKS[config.architecture].split()
+    set_to = [(f"model.{name}", getattr(config, name), getattr(plain, name)) for name in names]
+    set_to.append(("--train.recompute", options.get("recompute", "none"), "none"))
+    for name, given, expected in set_to:
         if given != expected:
-            given = f"model.{name} is {given}"
-            raise UserError(f"{given}: it has no effect in {without}, expected {expected}")
-    if (recompute := options.get("recompute", "none")) != "none":
-        given = f"--train.recompute is {recompute}"
-        raise UserError(f"{given}: it has no effect in {without}, expected none")
+            said = f"it has no effect in {without}, expected {expected}"
+            raise UserError(f"{name} is {given}: {said}")
     kind = Bigram if config.architecture == "bigram" else Unnormalised
     return kind(config, ops, **options)

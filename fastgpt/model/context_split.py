@@ -50,15 +50,9 @@ class ContextShard:
         return local.masked_fill(count == 0, 0), self.size * count / total
 
     def attend(
-        self,
-        attention: Op,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        doc_ids: Tensor | None,
+        self, attention: Op, q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None,
         **options: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Computes attention of this rank's queries over keys and values of whole sequences.
 
         Args:

@@ -5,6 +5,7 @@ A model calls the implementations in `self.ops`; `fastgpt.ops.protocols` says wh
 Shapes
     B batch, T tokens, C width, H query heads, K key/value heads, D head dim, F feed-forward width,
     V vocabulary
+    positions: a slice of T, the same for each row, or (B, T) int64
 Source
     Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; parameter names are
     GPT-2's.
@@ -23,11 +24,10 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.errors import UserError
 from fastgpt.kernels import is_batch_invariant
 from fastgpt.kernels.runtime import autocast_dtype
-from fastgpt.model.block import Block
+from fastgpt.model.block import Block, Dropout, Embedding, Norm
 from fastgpt.model.context_split import ContextShard
 from fastgpt.model.generation import check_tokens, generate
-from fastgpt.model.layers import Dropout, Embedding, Norm
-from fastgpt.model.positions import POSITIONS, Rotary
+from fastgpt.ops.dtensor import local
 from fastgpt.ops.kv_cache import Cache
 from fastgpt.ops.protocols import Ops
 from fastgpt.ops.tables import select
@@ -58,15 +58,10 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        *,
-        z_loss: float = 0.0,
-        residual_dtype: torch.dtype | None = None,
-        recompute: Recompute = "none",
+        self, config: ModelConfig, ops: Ops, *, z_loss: float = 0.0,
+        residual_dtype: torch.dtype | None = None, recompute: Recompute = "none",
         cp_shard: ContextShard | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if config.vocab_size is None:
             raise UserError("vocab_size is missing: expected the number of tokens")
@@ -79,7 +74,7 @@ class GPT(nn.Module):
         self.rotary = Rotary(config) if config.position == "rotary" else None
         self.dropout = Dropout(config.dropout_at("embedding"), ops)
         self.h = nn.ModuleList(self.block(config, ops) for _ in range(config.num_layers))
-        self.ln_f = self.last_norm(config, ops)
+        self.ln_f = Norm(config, ops) if config.pre_norm and config.is_gpt else None
         self.lm_head = None
         if not config.tied:
             self.lm_head = nn.Linear(config.dim, config.padded_vocab, bias=config.bias_at("head"))
@@ -131,10 +126,6 @@ class GPT(nn.Module):
     def block(self, config: ModelConfig, ops: Ops) -> nn.Module:
         """Builds one layer."""
         return Block(config, ops, self.recompute, self.cp_shard)
-
-    def last_norm(self, config: ModelConfig, ops: Ops) -> nn.Module | None:
-        """Builds the normalisation before the head; None with post-norm."""
-        return Norm(config, ops) if config.pre_norm else None
 
     def _init_weights(self) -> None:
         init, depth = self.config.init, 2 * self.config.num_layers
@@ -253,3 +244,77 @@ def restore_padding(model: nn.Module, state: dict[str, Tensor], prefix: str, *_:
         if table is not None and table.shape[0] == model.config.vocab_size:
             missing = model.config.padded_vocab - table.shape[0]
             state[prefix + name] = F.pad(table, (0, 0) * (table.dim() - 1) + (0, missing))
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+class LearnedPositions(nn.Module):
+    """Adds a trained vector for each position to x (B, T, C)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(config.context, config.dim))  # as nn.Embedding
+
+    def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
+        return x + local(self.weight)[positions]
+
+
+class SinusoidalPositions(nn.Module):
+    """Adds fixed sines, then cosines, to x (B, T, C): section 3.5 of Vaswani et al. 2017."""
+
+    waves: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        angles = _angles(config.context, _frequencies(config.dim, 10_000.0))  # (context, C/2)
+        self.register_buffer("waves", torch.cat((angles.sin(), angles.cos()), -1), persistent=False)
+
+    def forward(self, x: Tensor, positions: slice | Tensor) -> Tensor:
+        return x + self.waves[positions]
+
+
+class Rotary(nn.Module):
+    """Computes the cosines and sines of the angles by which queries and keys are rotated.
+
+    Each is (T, D/2), or (B T, D/2) for positions (B, T), one row after the other.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        frequencies = _frequencies(config.head_dim, config.rotary_base)
+        if config.rotary_scaling is not None:
+            frequencies = _lowered(frequencies, *config.rotary_scaling)
+        angles = _angles(config.context, frequencies)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, positions: slice | Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[positions].flatten(0, -2), self.sin[positions].flatten(0, -2)
+
+
+def _frequencies(width: int, base: float) -> Tensor:
+    return base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+
+def _lowered(frequencies: Tensor, factor: float, low: float, high: float, context: int) -> Tensor:
+    """Divides frequencies with fewer than `low` turns in the context by `factor`, and those with
+    more than `high` turns by 1; in between, the inverse of the divisor is interpolated.
+
+    Llama 3.1's scaling: Grattafiori et al. 2024, "The Llama 3 Herd of Models", and its published
+    code.
+    """
+    turns = context * frequencies / (2 * torch.pi)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / factor)
+
+
+def _angles(T: int, frequencies: Tensor) -> Tensor:
+    return torch.outer(torch.arange(T, dtype=torch.float64), frequencies).float()
+
+
+POSITIONS = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
+"""Encodings that are added; others are not."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeGuard, TypeVar, cast
 
+import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
@@ -60,6 +61,33 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     outside = (rows < 0) | (rows >= len(shard))
     found = F.embedding(rows.masked_fill(outside, 0), shard)
     return reduce_from_tp(found.masked_fill(outside[..., None], 0), mesh)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, z_loss: float = 0.0,
+    softcap: float | None = None, valid_vocab: int | None = None,
+) -> Tensor:  # fmt: skip
+    """`Ops.loss` that computes the logits of this rank's part of the vocabulary.
+
+    The ranks exchange a few numbers for each token, not logits.
+    """
+    assert is_sharded(weight)
+    mesh, V = weight.device_mesh, weight.shape[0] if valid_vocab is None else valid_vocab
+    logits = linear(x, weight, bias).float().flatten(0, -2)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    first = mesh.get_local_rank() * logits.shape[1]
+    padding = torch.arange(logits.shape[1], device=x.device) + first >= V
+    # finite, because a rank may have padding only, whose log-sum-exp must have a gradient
+    local_lse = logits.masked_fill(padding, torch.finfo(logits.dtype).min).logsumexp(-1)
+    lse = all_gather(local_lse[:, None], weight).logsumexp(-1)
+    targets = targets.flatten()
+    columns = targets - first
+    outside = (columns < 0) | (columns >= logits.shape[1])
+    chosen = logits.gather(1, columns.masked_fill(outside, 0)[:, None])[:, 0]
+    losses = lse - reduce_from_tp(chosen.masked_fill(outside, 0), mesh) + z_loss * lse.square()
+    scored = targets != -100
+    return losses.masked_fill(~scored, 0).sum() / scored.sum()
 
 
 def all_gather(y: Tensor, weight: Tensor) -> Tensor:

@@ -70,11 +70,11 @@ class World:
             dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
 
-    def all_gather_object(self, value: T, group: Any = None) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Returns the ranks' values, any but tensors, in their order."""
         found = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, value, group)
+            dist.all_gather_object(found, value)
         return found
 
     def barrier(self) -> None:

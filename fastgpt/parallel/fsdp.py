@@ -3,7 +3,16 @@
 Each rank keeps some rows of every parameter, as a DTensor. A block's weights are gathered before
 they are used; its gradients are averaged and shared out again as soon as they are complete.
 
+With tensor parallelism the ranks of a group compute parts of each layer, of the same tokens: some
+heads of attention, some inner features of the feed-forward layers, and some rows of the vocabulary.
+The forward uses the local part of a weight, because our kernels know plain tensors only; the sums
+over the ranks are in `fastgpt.ops.dtensor`.
+
 FSDP and DTensor are imported when they are used: that takes a second.
+
+Source
+    Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+    Parallelism", section 3
 """
 
 from __future__ import annotations
@@ -19,24 +28,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastgpt.config.config import ParallelConfig
+from fastgpt.config.model import ModelConfig
 from fastgpt.device.device import DTYPES
+from fastgpt.model.block import Attention
 from fastgpt.model.gpt import GPT, restore_padding
 from fastgpt.ops.dtensor import is_sharded, local
 from fastgpt.parallel.distributed import World
-from fastgpt.parallel.tensor import parallelize, qkv_permutation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
+SPLIT = {
+    "c_attn.weight": 0, "c_attn.bias": 0, "c_fc.weight": 0, "c_fc.bias": 0, "c_proj.weight": 1,
+    "wte.weight": 0, "lm_head.weight": 0, "lm_head.bias": 0,
+}  # fmt: skip
+"""Dimension in which each parameter is cut, by the end of its name, by tensor-parallel ranks;
+others are on every one of them."""
+
 
 @torch.no_grad()
 def shard(
-    model: GPT,
-    build: Callable[[], GPT],
-    config: ParallelConfig,
-    mesh: DeviceMesh,
-    world: World,
+    model: GPT, build: Callable[[], GPT], config: ParallelConfig, mesh: DeviceMesh, world: World
 ) -> None:
     """Shards a model in place by FSDP2, in a group for each block; a collective operation.
 
@@ -55,7 +68,7 @@ def shard(
     if config.tp > 1:
         # it gathers such a weight in two steps, and says that one would be faster
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        parallelize(model, mesh["tensor"])
+        cut_layers(model, mesh["tensor"])
         mesh = mesh[(mesh.mesh_dim_names or ())[:-1]]
     for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -78,6 +91,41 @@ def shard(
         buffer.copy_(buffers[name])
 
 
+def cut_layers(model: GPT, mesh: DeviceMesh) -> None:
+    """Shards the parameters as DTensors over tensor-parallel ranks, and divides the heads.
+
+    The model is on the device `meta`: no rows change places, see `qkv_permutation`.
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    for name, weight in list(model.named_parameters()):
+        cut = SPLIT.get(".".join(name.split(".")[-2:]))
+        placement = Replicate() if cut is None else Shard(cut)
+        shared = distribute_tensor(weight.detach(), mesh, [placement], src_data_rank=None)
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, nn.Parameter(shared))
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.heads = tuple(n // mesh.size() for n in layer.heads)
+
+
+def qkv_permutation(config: ModelConfig, name: str, ranks: int) -> Tensor | None:
+    """Returns the rows of a packed projection in the order of the ranks, (rows,) int64.
+
+    Cut into as many parts, they are each rank's queries, keys and values, or its gate and the
+    features that this scales. None: the parameter is not packed.
+    """
+    H, K, D, F = config.num_heads, config.kv_heads, config.head_dim, config.ffn_width
+    packed: dict[str, tuple[int, ...]] = {"c_attn": (H * D, K * D, K * D)}
+    if config.activation == "swiglu":
+        packed["c_fc"] = (F, F)
+    sizes = packed.get(name.split(".")[-2])
+    if sizes is None:
+        return None
+    pieces = [rows.chunk(ranks) for rows in torch.arange(sum(sizes)).split(sizes)]
+    return torch.cat([piece[rank] for rank in range(ranks) for piece in pieces])
+
+
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Context in which the backward of a sharded model keeps its gradients on their rank."""
@@ -93,7 +141,7 @@ def full_tensor(x: Tensor, like: Tensor) -> Tensor:
     """Returns the full tensor of `x`, sharded as the parameter `like` is; a collective operation.
 
     Its rows are in the model's order, which tensor-parallel ranks may have changed: see
-    `fastgpt.parallel.tensor.qkv_permutation`.
+    `qkv_permutation`.
     """
     if not is_sharded(x):
         return x
@@ -153,12 +201,9 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     parts = torch._foreach_norm([local(x) for x in tensors])  # pyright: ignore
     if not is_sharded(tensors[0]):
         return torch.stack(parts)
-    torch._foreach_mul_(parts, [_copies(x) ** -0.5 for x in tensors])  # pyright: ignore
+    mesh = tensors[0].device_mesh
+    # tensor-parallel ranks may all hold the same part
+    copies = mesh.size(-1) if "tensor" in (mesh.mesh_dim_names or ()) else 1
+    same = [is_sharded(x) and x.placements[-1].is_replicate() for x in tensors]
+    torch._foreach_mul_(parts, [copies**-0.5 if x else 1.0 for x in same])  # pyright: ignore
     return sum_over_shards(torch.stack(parts).square(), tensors[0]).sqrt()
-
-
-def _copies(x: Tensor) -> int:
-    """Returns the number of tensor-parallel ranks that hold the same part."""
-    assert is_sharded(x)
-    names = x.device_mesh.mesh_dim_names or ()
-    return x.device_mesh.size(-1) if "tensor" in names and x.placements[-1].is_replicate() else 1

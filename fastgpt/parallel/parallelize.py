@@ -24,10 +24,10 @@ from fastgpt.errors import UserError
 from fastgpt.model.build import build_model
 from fastgpt.model.context_split import ContextShard
 from fastgpt.model.gpt import GPT
+from fastgpt.ops.dtensor import linear_cross_entropy
 from fastgpt.ops.protocols import Ops
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.fsdp import shard
-from fastgpt.parallel.tensor import linear_cross_entropy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,16 +87,15 @@ def check_combination(config: Config, precision: str) -> None:
     parallel, model = config.parallel, config.model
     cp, tp, sharded = parallel.cp, parallel.tp, parallel.kind != "ddp"
     dropout = model.dropout_at("attention")
+    gpt = f"--model.architecture gpt, not {model.architecture}"
     for wrong, given, expected in (
         (sharded and precision == "fp16", "kind", "--train.precision bf16 or fp32"),
         (sharded and parallel.dtype == "bf16" and precision != "bf16", "dtype",
          f"--train.precision bf16, which is {precision} here"),
-        (cp > 1 and not model.is_gpt, "cp",
-         f"--model.architecture gpt, not {model.architecture}"),
+        (cp > 1 and not model.is_gpt, "cp", gpt),
         (model.context % (2 * cp) and cp > 1, "cp",
          f"--model.context to be a multiple of {2 * cp}, not {model.context}"),
-        (tp > 1 and not model.is_gpt, "tp",
-         f"--model.architecture gpt, not {model.architecture}"),
+        (tp > 1 and not model.is_gpt, "tp", gpt),
         (tp > 1 and dropout, "tp", "--model.dropout-places without attention: the ranks' heads"
          " would have the same masks"),
         (tp > 1 and config.ops.loss == "chunked", "tp", "--ops.loss auto or torch, not chunked"),

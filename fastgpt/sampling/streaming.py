@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
-from fastgpt.model.drawing import OPTIONS, check_options, draw
-from fastgpt.model.generation import check_tokens, following
+from fastgpt.model.generation import OPTIONS, check_options, check_tokens, draw, following
 from fastgpt.model.gpt import GPT
 from fastgpt.sampling.text import encode_prompt, stop_strings
 from fastgpt.terminal import REPLACEMENT

@@ -33,8 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError, shown
-from fastgpt.model.drawing import OPTIONS
-from fastgpt.model.generation import check_tokens
+from fastgpt.model.generation import OPTIONS, check_tokens
 from fastgpt.sampling.chat import Template, encode, refuse_special
 from fastgpt.sampling.streaming import GeneratedText, TextDelta
 from fastgpt.sampling.text import encode_prompt

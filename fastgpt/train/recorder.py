@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgpt.checkpoint import checkpoint
-from fastgpt.checkpoint.async_saver import Saver
+from fastgpt.checkpoint.checkpoint import Saver
 from fastgpt.config.config import to_json
 from fastgpt.device import device
 from fastgpt.display import Display, short

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgpt.checkpoint import checkpoint, tensors
-from fastgpt.checkpoint.async_saver import Saver, Snapshot
+from fastgpt.checkpoint.checkpoint import Saver, Snapshot
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.train.plan import configure
@@ -63,7 +63,7 @@ import os, sys
 from pathlib import Path
 import torch
 from fastgpt.data.tokenizers import ByteTokenizer
-from fastgpt.checkpoint.async_saver import Saver
+from fastgpt.checkpoint.checkpoint import Saver
 
 torch.set_num_threads(2)
 tensors = {"a": torch.ones(2**20), "b": torch.ones(2**10, 2**10).T}

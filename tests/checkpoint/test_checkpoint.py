@@ -16,9 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fastgpt.checkpoint import async_saver, checkpoint
-from fastgpt.checkpoint.async_saver import Saver
-from fastgpt.checkpoint.checkpoint import FORMAT_VERSION, SIDE_FILES, WEIGHT_FILES
+from fastgpt.checkpoint import checkpoint
+from fastgpt.checkpoint.checkpoint import FORMAT_VERSION, SIDE_FILES, WEIGHT_FILES, Saver
 from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
 from fastgpt.guards.nonfinite import check_weights
@@ -97,7 +96,7 @@ def crashes(folder):
     Of the checkpoints, 1 is to be removed, 2 is to stay, and 3 is being written. Only threads
     change the disk; wherever the main one is killed, they stop between two lines.
     """
-    files = checkpoint.__file__, async_saver.__file__, shutil.__file__
+    files = checkpoint.__file__, shutil.__file__
     for number in range(1, 10_000):
         shutil.rmtree(folder, ignore_errors=True)
         for step in (1, 2):

@@ -13,8 +13,7 @@ from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.kernels import attention_ref
 from fastgpt.model.generation import generate
-from fastgpt.model.gpt import GPT
-from fastgpt.model.positions import LearnedPositions
+from fastgpt.model.gpt import GPT, LearnedPositions
 from fastgpt.ops import tables
 from fastgpt.ops.protocols import Ops
 from fastgpt.train.data import with_vocabulary

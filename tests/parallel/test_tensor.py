@@ -3,7 +3,7 @@
 import re
 
 from fastgpt.config.model import ModelConfig
-from fastgpt.parallel.tensor import qkv_permutation
+from fastgpt.parallel.fsdp import qkv_permutation
 from tests.runs import finish, outcome, torchrun
 
 TP = "--parallel.kind fsdp --parallel.tp 2"

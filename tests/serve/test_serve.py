@@ -17,7 +17,7 @@ import fastgpt
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.kernels.decode_attention import op as decode_attention_op
-from fastgpt.model.drawing import draw
+from fastgpt.model.generation import draw
 from fastgpt.sampling.chat import CHATML, Template
 from fastgpt.sampling.streaming import GeneratedText
 from tests.models import sharp

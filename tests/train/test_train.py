@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from fastgpt.checkpoint.async_saver import Saver
+from fastgpt.checkpoint.checkpoint import Saver
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data.loader import IGNORED, eval_batches
