@@ -34,7 +34,7 @@ class Dropout(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """Embedding of tokens, of whose vocabulary each tensor-parallel rank has a part."""
+    """Embedding of tokens; each tensor-parallel rank has a part of the vocabulary."""
 
     def forward(self, input: Tensor) -> Tensor:
         return embedding(input, self.weight)
@@ -94,7 +94,7 @@ class Norm(nn.Module):
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm of heads (..., D), of which each tensor-parallel rank has some; it keeps their dtype.
+    """RMSNorm of heads (..., D), which keeps their dtype; each tensor-parallel rank has some heads.
 
     It computes in the dtype of the weights, if there are any: two dtypes, as under autocast, have
     no fused kernel.
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         self.dropout = Dropout(config.dropout_at("residual"), ops)
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        """Computes (B, T, C) from x (B, T, C); the other arguments are those of `attend`."""
+        """Computes (B, T, C) from x (B, T, C); `attend` explains the other arguments."""
         return self.output(self.attend(self.projected(x), *rest))
 
     def projected(self, x: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, residual: Residual | None, *rest: Any
     ) -> tuple[Tensor, Residual | None]:
-        """Computes the block; the other arguments are those of `Attention.attend`."""
+        """Computes the block; `Attention.attend` explains the other arguments."""
         x, total = self.call("full", self.run, x, *(residual or (None, None)), *rest)
         if total is None:
             return x, None
