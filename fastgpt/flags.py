@@ -3,7 +3,6 @@
 A command is a dataclass. Its field names are the flags, and the text below a field is its help.
 """
 
-import ast
 import io
 import re
 import sys
@@ -12,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, is_dataclass
 from functools import partial, wraps
-from inspect import Parameter, getsource, signature
-from itertools import pairwise
+from inspect import Parameter, signature
+from itertools import chain
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
+from docstring_parser import parse_from_object
 
 import fastgpt
 from fastgpt.config.checks import expected, flag
@@ -119,33 +119,19 @@ def flags_of(kind: Any, default: Any = None, section: str = "") -> Iterator[Flag
     """Yields the flags of a dataclass and of those in it, or of a function."""
     texts, hints = _texts(kind), get_type_hints(kind, include_extras=True)
     for name, parameter in signature(kind).parameters.items():
-        value = None if default is None else getattr(default, name)
-        if is_dataclass(hints[name]):
-            yield from flags_of(hints[name], value, f"{section}{name}.")
-            continue
-        value = parameter.default if default is None else value
+        value = parameter.default if default is None else getattr(default, name)
         found = Flag(section + name, hints[name], value, texts.get(name, ""))
-        if not found.has(tyro.conf.Suppress):
+        if is_dataclass(found.hint):
+            yield from flags_of(found.hint, default and value, f"{found.name}.")
+        elif not found.has(tyro.conf.Suppress):
             yield found
 
 
 def _texts(kind: Any) -> dict[str, str]:
     """Returns the text below each field of a dataclass, or about each argument of a function."""
-    kinds = getattr(kind, "__mro__", ())  # the last one is object
-    if not kinds:
-        return dict(re.findall(r"^ {8}(\w+): (.+)$", str(kind.__doc__), re.M))
-    found: dict[str, str] = {}
-    for base in reversed(kinds[:-1]):
-        [tree] = ast.parse(getsource(base)).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, below in pairwise(tree.body):
-            match field, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    found[name] = " ".join(text.split())
-    return found
+    kinds = getattr(kind, "__mro__", (kind, object))[:-1]
+    known = chain.from_iterable(parse_from_object(x).params for x in reversed(kinds))
+    return {x.arg_name: " ".join((x.description or "").split()) for x in known}
 
 
 def help_text(
@@ -179,16 +165,10 @@ def run(main: Callable[..., None]) -> None:
 
 def _in_one_line(box: str) -> str:
     """Returns what tyro says in a box as one line, without title, frame and the help of flags."""
-    said = [""]
-    for line in box.splitlines()[1:]:
-        text = line[1:-1]  # between two sides of the frame
-        if text.strip() == "Argument helptext:":
-            break
-        if not text.strip("-─ "):
-            said.append("")
-        elif not text.startswith(9 * " "):
-            said[-1] += f" {text.strip()}"
-    return ";".join(filter(None, said)).strip().removeprefix("Error parsing ")
+    said = box.partition("\n")[2].partition("Argument helptext:")[0]
+    parts = re.split(r"^.[ ─-]*.$", said, flags=re.M)  # at empty lines and rules
+    words = (re.sub(r"^. {9}.*|^.|.$", "", part, flags=re.M).split() for part in parts)
+    return "; ".join(" ".join(x) for x in words if x).removeprefix("Error parsing ")
 
 
 _WRONG_VALUE = re.compile(

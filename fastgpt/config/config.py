@@ -20,15 +20,16 @@ from fastgpt.config.checks import (
     SHARE,
     Range,
     check_fields,
-    flag,
 )
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.old_names import renamed
-from fastgpt.errors import UserError, reason
+from fastgpt.errors import UserError, reason, shown, unknown_name
 from fastgpt.files import parse_json
 
 CONVERTED = "converted"
 """Recipe of a run that was converted from another program's model."""
+OF_COMMAND = ("resume", "run_dir")
+"""Settings of one command only, which neither config.json nor a YAML file has."""
 MOST_TOKENS = 2**28
 """Largest number of tokens in one batch of samples; their ids alone take 2 GiB."""
 
@@ -149,12 +150,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")
-        for name in ("skip_nonfinite", "spike_z"):
-            if getattr(self, name) and self.precision == "fp16":
-                raise UserError(
-                    f"{flag(f'train.{name}')} is {getattr(self, name)}: expected 0 with"
-                    " --train.precision fp16, whose loss scale skips steps already"
-                )
+        for name, value in (("skip-nonfinite", self.skip_nonfinite), ("spike-z", self.spike_z)):
+            if value and self.precision == "fp16":
+                fp16 = "--train.precision fp16, whose loss scale skips steps already"
+                raise UserError(f"--train.{name} is {value}: expected 0 with {fp16}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,9 +267,8 @@ COMMON = (
 
 
 def to_json(config: Config) -> str:
-    """Writes settings as JSON, without `resume` and `run_dir` (of one command only)."""
-    values = dataclasses.asdict(config)
-    del values["resume"], values["run_dir"]
+    """Writes settings as JSON, without those of one command only."""
+    values = {name: x for name, x in dataclasses.asdict(config).items() if name not in OF_COMMAND}
     return json.dumps(values, indent=1)
 
 
@@ -286,8 +284,7 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
 def from_json(text: str) -> Config:
     """Reads settings that `to_json` wrote.
 
-    A wrong value is a `UserError`. A field unknown to this version, or what is no JSON, is another
-    error: see `saved_config`.
+    A wrong setting is a `UserError`; what is no JSON is another error: see `saved_config`.
     """
     return overlay(Config(), renamed(parse_json(text)))
 
@@ -301,14 +298,19 @@ def saved_config(run: Path) -> Config:
         raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
-def overlay(config: Any, values: dict[str, Any]) -> Any:
+def overlay(config: Any, values: dict[str, Any], where: str = "the settings") -> Any:
     """Replaces the settings that `values` names, of a section as in `{"model": {"dim": 64}}`.
 
-    An unknown field is a TypeError.
+    Raises:
+        UserError: a setting of `where` is unknown, or has a wrong value.
     """
-    values = {key: tuple(x) if isinstance(x, list) else x for key, x in values.items()}
-    for name in values:
-        old = getattr(config, name, None)
-        if dataclasses.is_dataclass(old) and not isinstance(old, type):
-            values[name] = overlay(old, values[name])
-    return dataclasses.replace(config, **values)
+    known, new = [x.name for x in dataclasses.fields(config)], {}
+    for name, x in values.items():
+        if name not in known:
+            raise unknown_name(f"setting of {where}", str(name), known)
+        if dataclasses.is_dataclass(old := getattr(config, name)):
+            if not isinstance(x, dict):
+                raise UserError(f"{name} of {where} is {shown(x)}: expected settings by name")
+            x = overlay(old, x, f"{name} in {where}")
+        new[name] = tuple(x) if isinstance(x, list) else x
+    return dataclasses.replace(config, **new)

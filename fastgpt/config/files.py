@@ -1,72 +1,51 @@
 """Settings in YAML files, as `--print-config` writes and `--config FILE` reads them."""
 
+import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML, YAMLError
+from ruamel.yaml.composer import Composer
+from ruamel.yaml.error import MarkedYAMLError
 
-from fastgpt.config.config import Config, overlay, to_json
-from fastgpt.errors import UserError, reason, unknown_name
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads words and numbers as YAML 1.2: in 1.1 `off` is false, `010` is 8 and `6e-4` is text.
-
-    It refuses aliases, as a few lines of them can stand for more than fits into the memory, and
-    keys that are there twice, as all but the last would be ignored.
-    """
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise _error("expected a value, not an alias", self.peek_event())
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                raise _error(f"{key.value} is given twice: expected it once", key)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+from fastgpt.config.config import OF_COMMAND, Config, overlay, to_json
+from fastgpt.errors import UserError, reason
 
 
-def _error(said: str, at: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=said, problem_mark=at.start_mark)
+class _Composer(Composer):
+    """Refuses aliases, as a few lines of them can stand for more than fits into the memory."""
 
-
-_Loader.yaml_implicit_resolvers = {}
-for kind, pattern in {
-    "bool": "true|True|TRUE|false|False|FALSE",
-    "null": "~|null|Null|NULL|",
-    "int": r"[-+]?\d+",
-    "float": r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-}.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"({pattern})$"), None)
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+    def return_alias(self, a: Any) -> Any:
+        raise MarkedYAMLError(problem="expected a value without alias", problem_mark=a.start_mark)
 
 
 def to_yaml(config: Config) -> str:
     """Writes settings as YAML, without `resume` and `run_dir` (of one command only)."""
     values = json.loads(to_json(config))
     del values["epochs" if config.epochs is None else "steps"]
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    yaml, written = YAML(typ="safe", pure=True), io.StringIO()
+    yaml.default_flow_style = yaml.representer.sort_base_mapping_type_on_output = False
+    yaml.dump(values, written)
+    return written.getvalue()
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Reads the settings of a YAML file, by section.
+    """Reads the settings of a YAML 1.2 file, by section.
 
     Raises:
         UserError: it cannot be read, or holds no settings.
     """
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer = _Composer
+    yaml.max_depth = 4  # a section, a setting, a list and its items
     try:
-        found = _Loader(file.read_text(encoding="utf-8")).get_single_data() or {}
-    except yaml.MarkedYAMLError as error:
+        found = yaml.load(file.read_text(encoding="utf-8")) or {}
+    except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"--config {file}, line {line}: {error.problem}") from error
-    # an explicit tag such as !!bool or !!timestamp before what is none raises any of the others
-    except (OSError, ValueError, KeyError, AttributeError, RecursionError, yaml.YAMLError) as error:
+    # an explicit tag such as !!bool before what is none raises any of the others
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError) as error:
         raise UserError(f"--config {file} cannot be read: {reason(error)}") from error
     if not isinstance(found, dict):
         raise UserError(f"--config {file} holds {found!r:.60}: expected settings by name")
@@ -79,18 +58,9 @@ def with_settings(config: Config, settings: dict[str, Any], file: Path | None) -
     Raises:
         UserError: a setting is unknown, or has a wrong value.
     """
-    _check_names(settings, json.loads(to_json(config)), f"{file}")
+    if found := settings.keys() & {*OF_COMMAND}:
+        raise UserError(f"{min(found)} is in {file}: expected it as a flag")
     if "steps" in settings and settings.get("epochs") is not None:
         raise UserError(f"steps and epochs are both in {file}: expected one of them")
-    return overlay(config, ({"epochs": None} if "steps" in settings else {}) | settings)
-
-
-def _check_names(given: dict[str, Any], known: dict[str, Any], where: str) -> None:
-    for name, value in given.items():
-        if name not in known:
-            raise unknown_name(f"setting of {where}", str(name), known)
-        if isinstance(known[name], dict) != isinstance(value, dict):
-            expected = "settings by name" if isinstance(known[name], dict) else "one value"
-            raise UserError(f"{name} of {where} is {value!r:.60}: expected {expected}")
-        if isinstance(value, dict):
-            _check_names(value, known[name], f"{name} in {where}")
+    settings = ({"epochs": None} if "steps" in settings else {}) | settings
+    return overlay(config, settings, f"{file}")

@@ -144,11 +144,8 @@ class ModelConfig:
 
     @property
     def ffn_width(self) -> int:
-        if self.ffn_dim is not None:
-            return self.ffn_dim
-        if self.activation == "swiglu":
-            return -(-8 * self.dim // 3 // 64) * 64
-        return 4 * self.dim
+        own = -(-8 * self.dim // 3 // 64) * 64 if self.activation == "swiglu" else 4 * self.dim
+        return own if self.ffn_dim is None else self.ffn_dim
 
     @property
     def padded_vocab(self) -> int:
@@ -166,7 +163,6 @@ class ModelConfig:
 
 def bias_of(*, qkv: bool, projection: bool, mlp: bool, head: bool = False) -> Any:
     """Returns the setting `bias` of a model, in one form for each set of places."""
-    at = {"qkv": qkv, "projection": projection, "mlp": mlp, "head": head}
     if qkv == projection == mlp and not head:
         return mlp
-    return tuple(place for place, has in at.items() if has)
+    return tuple(place for place, has in zip(BIAS_PLACES, (qkv, projection, mlp, head)) if has)

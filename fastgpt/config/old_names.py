@@ -1,6 +1,5 @@
 """Settings that config.json had in version 0.2: what became of them."""
 
-from collections.abc import Callable
 from typing import Any, get_args
 
 from fastgpt.config.checks import flag
@@ -8,118 +7,75 @@ from fastgpt.config.model import DropoutPlace, bias_of
 from fastgpt.errors import UserError
 
 Values = dict[str, Any]
-"""Settings by names such as `model.dim`."""
 
-NO_MATTER = (
-    "take_over", "train.verify_every", "train.report", "train.stall_s", "train.keep_every",
-    "train.ddp_bucket_mb", "train.sample_prompt", "parallel.reshard", "ops.decode", "ops.dropout",
-    "eval_epochs",  # eval_every has its number of steps
-)  # fmt: skip
-"""Names that are gone, and did not change what a run learns."""
-CONSTANT: Values = {
+GONE: Values = {
     "data.encoding": "utf-8", "optim.eps": 1e-8, "optim.decay_fraction": 0.2, "train.tf32": False,
     "train.label_smoothing": 0.0,
+    **dict.fromkeys((
+        "take_over", "train.verify_every", "train.report", "train.stall_s", "train.keep_every",
+        "train.ddp_bucket_mb", "train.sample_prompt", "parallel.reshard", "ops.decode",
+        "ops.dropout", "eval_epochs",  # eval_every has its number of steps
+    )),
 }  # fmt: skip
-"""Names that are gone -> the value that is left."""
-PLACES = get_args(DropoutPlace)
-
-
-def _expect(old: Values, name: str, value: Any) -> None:
-    if old.get(name, value) != value:
-        said = f"{flag(name)} is {old[name]}: expected {value}, since this version has no other"
-        raise UserError(said)
-
-
-def _momentum(old: Values) -> Values:
-    if old.get("optim.kind") == "muon":
-        _expect(old, "optim.muon_momentum", (1 + old.get("optim.beta1", 0.9)) / 2)
-    return {}
-
-
-def _dtype(old: Values) -> Values:
-    if old.get("parallel.kind", "ddp") == "ddp":
-        return {"parallel.dtype": old["train.ddp_dtype"]}
-    _expect(old, "train.ddp_dtype", "fp32")
-    return {}
-
-
-def _evaluation(old: Values) -> Values:
-    if old.get("data.sampling") != "random-windows":
-        _expect(old, "data.eval_batches", 0)
-    if not old["data.eval_batches"]:
-        return {}
-    tokens = old["data.eval_batches"] * old["train.batch_tokens"]
-    return {"data.sampling": "lecture", "data.eval_tokens": tokens}
-
-
-def _kernels(old: Values) -> Values:
-    kinds = {old.get(f"ops.{name}", "auto") for name in ("norm", "rotary", "activation")}
-    return {"ops.kernels": kinds.pop() if len(kinds) == 1 else "auto"}
-
-
-def _bias(old: Values) -> Values:
-    mlp = old.get("model.bias", True)
-    own = {place: old.get(f"model.{place}_bias") for place in ("qkv", "projection")}
-    own = {place: mlp if bias is None else bias for place, bias in own.items()}
-    return {"model.bias": bias_of(**own, mlp=mlp, head=old.get("model.head_bias", False))}
-
-
-def _dropout(old: Values) -> Values:
-    rates = {place: old.get(f"model.{place}_dropout") for place in PLACES}
-    rate = old.get("model.dropout", 0.0)
-    rates = {place: rate if own is None else own for place, own in rates.items()}
-    used = {place: rate for place, rate in rates.items() if rate}
-    if len({*used.values()}) > 1:
-        raise UserError(f"the dropout probabilities are {rates}: expected one, or 0")
-    rate = max(used.values(), default=0.0)
-    return {"model.dropout": rate, "model.dropout_places": tuple(used) or PLACES}
-
-
-def _norm(old: Values) -> Values:
-    post = "post-" if old["model.norm_position"] == "post" else ""
-    return {"model.norm": post + old.get("model.norm", "layernorm")}
-
-
-def _architecture(old: Values) -> Values:
-    kind, by_width = old.get("model.architecture", "gpt"), old["model.score_scale"] == "width"
-    if kind not in ("gpt", "bigram") and old.get("model.num_heads") != 1:
-        _expect(old, "model.score_scale", "width")
-    return {"model.architecture": "layernorm" if by_width and kind == "gpt" else kind}
-
-
-MERGED: dict[tuple[str, ...], Callable[[Values], Values]] = {
-    ("optim.muon_momentum",): _momentum,
-    ("train.ddp_dtype",): _dtype,
-    ("data.eval_batches",): _evaluation,
-    ("ops.norm", "ops.rotary", "ops.activation"): _kernels,
-    ("model.qkv_bias", "model.projection_bias", "model.head_bias"): _bias,
-    tuple(f"model.{place}_dropout" for place in PLACES): _dropout,
-    ("model.norm_position",): _norm,
-    ("model.qk_norm_weight",): lambda old: (
-        {"model.qk_norm": "weighted"} if old["model.qk_norm_weight"] else {}
-    ),
-    ("model.score_scale",): _architecture,
-}
-"""Names that are gone -> settings of today that stand for them, from all old ones."""
+"""Names that are gone -> the value that is left; None: it did not change what a run learns."""
 
 
 def renamed(values: Values) -> Values:
-    """Returns the settings of a config.json by today's names.
+    """Replaces the settings of a config.json by today's, and returns them.
 
     Raises:
         UserError: a setting has a value that this version cannot give it.
     """
-    sections = {name: x for name, x in values.items() if isinstance(x, dict)}
-    old = {f"{name}.{key}": x for name, inner in sections.items() for key, x in inner.items()}
-    old |= {name: x for name, x in values.items() if name not in sections}
-    for name, value in CONSTANT.items():
-        _expect(old, name, value)
-    new, gone = dict(old), {*NO_MATTER, *CONSTANT}.union(*MERGED)
-    for names, merge in MERGED.items():
-        if old.keys() & {*names}:
-            new |= merge(old)
-    found: Values = {name: {} for name in sections}
-    for name in new.keys() - gone:
+    sections = ("model", "data", "optim", "train", "ops", "parallel")
+    model, data, optim, train, ops, parallel = (values.setdefault(name, {}) for name in sections)
+    for name, left in GONE.items():
         section, _, key = name.rpartition(".")
-        (found.setdefault(section, {}) if section else found)[key] = new[name]
-    return found
+        found = (values[section] if section else values).pop(key, left)
+        _expect(name, found, found if left is None else left)
+    if "score_scale" not in model:  # newer than version 0.2
+        return values
+    _merge_model(model)
+    momentum, of_beta1 = optim.pop("muon_momentum"), (1 + optim["beta1"]) / 2
+    if optim["kind"] == "muon":
+        _expect("optim.muon_momentum", momentum, of_beta1)
+    dtype = train.pop("ddp_dtype", "fp32")
+    if parallel.get("kind", "ddp") == "ddp":
+        parallel["dtype"] = dtype
+    else:
+        _expect("train.ddp_dtype", dtype, "fp32")
+    batches = data.pop("eval_batches")
+    if data["sampling"] != "random-windows":
+        _expect("data.eval_batches", batches, 0)
+    elif batches:
+        data |= {"sampling": "lecture", "eval_tokens": batches * train["batch_tokens"]}
+    kernels = {ops.pop(name) for name in ("norm", "rotary", "activation")}
+    ops["kernels"] = kernels.pop() if len(kernels) == 1 else "auto"
+    return values
+
+
+def _merge_model(model: Values) -> None:
+    kind, heads, scale = model["architecture"], model["num_heads"], model.pop("score_scale")
+    if kind not in ("gpt", "bigram") and heads != 1:
+        _expect("model.score_scale", scale, "width")
+    if kind == "gpt" and scale == "width":
+        model["architecture"] = "layernorm"
+    if model.pop("norm_position") == "post":
+        model["norm"] = f"post-{model['norm']}"
+    if model.pop("qk_norm_weight", False):
+        model["qk_norm"] = "weighted"
+    mlp, own = model["bias"], [model.pop(f"{x}_bias") for x in ("qkv", "projection")]
+    qkv, projection = (mlp if x is None else x for x in own)
+    model["bias"] = bias_of(qkv=qkv, projection=projection, mlp=mlp, head=model.pop("head_bias"))
+    rates = {place: model.pop(f"{place}_dropout") for place in get_args(DropoutPlace)}
+    rates = {place: model["dropout"] if own is None else own for place, own in rates.items()}
+    used = {place: rate for place, rate in rates.items() if rate}
+    if len({*used.values()}) > 1:
+        raise UserError(f"the dropout probabilities are {rates}: expected one, or 0")
+    model["dropout"] = max(used.values(), default=0.0)
+    model["dropout_places"] = tuple(used or rates)
+
+
+def _expect(name: str, found: Any, value: Any) -> None:
+    if found != value:
+        said = f"{flag(name)} is {found}: expected {value}, since this version has no other"
+        raise UserError(said)
