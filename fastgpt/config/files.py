@@ -5,23 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML, YAMLError
-from ruamel.yaml.composer import Composer
-from ruamel.yaml.error import MarkedYAMLError
-
 from fastgpt.config.config import OF_COMMAND, Config, overlay, to_json
 from fastgpt.errors import UserError, reason
 
 
-class _Composer(Composer):
-    """Refuses aliases, as a few lines of them can stand for more than fits into the memory."""
-
-    def return_alias(self, a: Any) -> Any:
-        raise MarkedYAMLError(problem="expected a value without alias", problem_mark=a.start_mark)
-
-
 def to_yaml(config: Config) -> str:
     """Writes settings as YAML, without `resume` and `run_dir` (of one command only)."""
+    from ruamel.yaml import YAML  # only files of settings need it
+
     values = json.loads(to_json(config))
     del values["epochs" if config.epochs is None else "steps"]
     yaml, written = YAML(typ="safe", pure=True), io.StringIO()
@@ -36,8 +27,18 @@ def read_settings(file: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or holds no settings.
     """
+    from ruamel.yaml import YAML, YAMLError, composer
+    from ruamel.yaml.error import MarkedYAMLError
+
+    class Composer(composer.Composer):
+        """Refuses aliases: a few lines of them can stand for more than fits into the memory."""
+
+        def return_alias(self, a: Any) -> Any:
+            said = "expected a value without alias"
+            raise MarkedYAMLError(problem=said, problem_mark=a.start_mark)
+
     yaml = YAML(typ="safe", pure=True)
-    yaml.Composer = _Composer
+    yaml.Composer = Composer
     yaml.max_depth = 4  # a section, a setting, a list and its items
     try:
         found = yaml.load(file.read_text(encoding="utf-8")) or {}
