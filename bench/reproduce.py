@@ -22,7 +22,8 @@ from rich.console import Console
 
 from bench import records
 from fastgpt import flags
-from fastgpt.config.config import Config, from_json, to_json
+from fastgpt.config.config import Config, to_json
+from fastgpt.convert.saved import from_json
 from fastgpt.device import device
 from fastgpt.errors import UserError, run_command, unknown_name, writing
 from fastgpt.files import write_atomically

@@ -15,7 +15,8 @@ import tyro
 from fastgpt import flags
 from fastgpt.checkpoint import checkpoint
 from fastgpt.config.checks import NOT_NEGATIVE, POSITIVE, check_fields
-from fastgpt.config.config import flat, saved_config
+from fastgpt.config.config import flat
+from fastgpt.convert.saved import saved_config
 from fastgpt.errors import UserError, run_command
 from fastgpt.files import parse_json
 from fastgpt.logs.metrics import comparable, is_whole, read_records

@@ -22,9 +22,7 @@ from fastgpt.config.checks import (
     check_fields,
 )
 from fastgpt.config.model import ModelConfig
-from fastgpt.config.old_names import renamed
-from fastgpt.errors import UserError, reason, shown, unknown_name
-from fastgpt.files import parse_json
+from fastgpt.errors import UserError, shown, unknown_name
 
 CONVERTED = "converted"
 """Recipe of a run that was converted from another program's model."""
@@ -279,23 +277,6 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
         inner = flat(x) if isinstance(x, dict) else {"": x}
         found |= {f"{name}.{key}".strip("."): value for key, value in inner.items()}
     return found
-
-
-def from_json(text: str) -> Config:
-    """Reads settings that `to_json` wrote.
-
-    A wrong setting is a `UserError`; what is no JSON is another error: see `saved_config`.
-    """
-    return overlay(Config(), renamed(parse_json(text)))
-
-
-def saved_config(run: Path) -> Config:
-    """Reads the settings of a run or a checkpoint from its config.json."""
-    path = run / "config.json"
-    try:
-        return from_json(path.read_text())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
-        raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def overlay(config: Any, values: dict[str, Any], where: str = "the settings") -> Any:

@@ -10,11 +10,12 @@ import torch
 
 from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.checkpoint.tensors import Weights
-from fastgpt.config.config import OpsConfig, saved_config
+from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.architecture import Architecture, HFConfig, TensorMap
 from fastgpt.convert.architectures import config_from, tensor_maps
 from fastgpt.convert.foreign import read_gguf, read_llmc, read_nanogpt
+from fastgpt.convert.saved import saved_config
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, reason, shown
 from fastgpt.files import parse_json

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fastgpt.config.config import Config, saved_config
+from fastgpt.config.config import Config
+from fastgpt.convert.saved import saved_config
 from fastgpt.errors import UserError, reason
 from fastgpt.files import parse_json
 from fastgpt.logs.metrics import comparable, is_whole, read_records

@@ -15,9 +15,10 @@ import torch
 from fastgpt import flags
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import Sizes
-from fastgpt.config.config import CONVERTED, Config, saved_config
+from fastgpt.config.config import CONVERTED, Config
 from fastgpt.config.files import read_settings, with_settings
 from fastgpt.config.recipes import RECIPES
+from fastgpt.convert.saved import saved_config
 from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.dataset import Dataset
 from fastgpt.data.items import Data

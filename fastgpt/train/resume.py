@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.checkpoint import Checkpoint
 from fastgpt.config.checks import flag
-from fastgpt.config.config import Config, flat, saved_config, to_json
+from fastgpt.config.config import Config, flat, to_json
+from fastgpt.convert.saved import saved_config
 from fastgpt.data.dataset import Dataset
 from fastgpt.data.tokenizers import load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError, brief

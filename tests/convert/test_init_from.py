@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import fastgpt
 from fastgpt.cli import main
-from fastgpt.config.config import from_json
 from fastgpt.config.files import to_yaml
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert import vocabulary
+from fastgpt.convert.saved import from_json
 from fastgpt.convert.source import read
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError

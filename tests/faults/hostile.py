@@ -31,7 +31,8 @@ import tyro
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.tensors import octets
-from fastgpt.config.config import Config, DataConfig, saved_config
+from fastgpt.config.config import Config, DataConfig
+from fastgpt.convert.saved import saved_config
 from fastgpt.convert.source import HF_FILES, open_model
 from fastgpt.data.__main__ import main as show_data
 from fastgpt.data.dataset import open_data

@@ -5,7 +5,8 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastgpt.config.config import saved_config, to_json
+from fastgpt.config.config import to_json
+from fastgpt.convert.saved import saved_config
 from fastgpt.errors import UserError
 from fastgpt.logs.metrics import read_records
 from fastgpt.train.plan import configure

@@ -1,10 +1,13 @@
-"""Settings that config.json had in version 0.2: what became of them."""
+"""Settings of saved runs, by the names of version 0.2, too."""
 
+from pathlib import Path
 from typing import Any, get_args
 
 from fastgpt.config.checks import flag
+from fastgpt.config.config import Config, overlay
 from fastgpt.config.model import DropoutPlace, bias_of
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, reason
+from fastgpt.files import parse_json
 
 Values = dict[str, Any]
 
@@ -18,6 +21,23 @@ GONE: Values = {
     )),
 }  # fmt: skip
 """Names that are gone -> the value that is left; None: it did not change what a run learns."""
+
+
+def saved_config(run: Path) -> Config:
+    """Reads the settings of a run or a checkpoint from its config.json."""
+    path = run / "config.json"
+    try:
+        return from_json(path.read_text())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def from_json(text: str) -> Config:
+    """Reads settings that `to_json` wrote.
+
+    A wrong setting is a `UserError`; what is no JSON is another error: see `saved_config`.
+    """
+    return overlay(Config(), renamed(parse_json(text)))
 
 
 def renamed(values: Values) -> Values:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fastgpt.config.config import flat, from_json, to_json
+from fastgpt.config.config import flat, to_json
 from fastgpt.config.recipes import RECIPES
+from fastgpt.convert.saved import from_json
 from fastgpt.errors import UserError
 
 WRITTEN = (Path(__file__).parent / "version_0_2.json").read_text()
