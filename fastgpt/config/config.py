@@ -197,6 +197,9 @@ class OpsConfig:
     """Implementation of the other ops: normalisation with the residual sum before it, rotary
     positions, activation, and attention over the key/value cache. triton: our kernels, on CUDA."""
 
+    def __post_init__(self) -> None:
+        check_fields(self, "ops.")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:

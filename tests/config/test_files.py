@@ -60,6 +60,7 @@ def test_what_is_printed_is_yaml(written):
         ("steps: 12:30", [], "--steps is '12:30': expected an integer"),
         ("train: {compile: no}", [], "compile is 'no': expected auto or on or off or graphs"),
         ("model: {tied: yes}", [], "tied is 'yes': expected True or False"),
+        ("ops: {loss: mine}", [], "--ops.loss is 'mine': expected auto or torch or chunked"),
         ("model: {rotary_scaling: [1]}", [], "a number, a number, a number, an integer. or None"),
         ("train: {z_loss: 1}\ntrain: {}", [], "line 2: found duplicate key .train. with"),
         (f"a: &a [1]\nb: [{','.join(['*a'] * 9)}]", [], "line 1: expected a value without alias"),
