@@ -22,13 +22,13 @@ from rich.console import Console
 
 from bench import records
 from fastgpt import flags
+from fastgpt.cli import configure
 from fastgpt.config.config import Config, to_json
 from fastgpt.convert.saved import from_json
 from fastgpt.device import device
 from fastgpt.errors import UserError, run_command, unknown_name, writing
 from fastgpt.files import write_atomically
 from fastgpt.logs.metrics import read_records
-from fastgpt.train.plan import configure
 
 ROOT = Path(__file__).parent.parent
 NAME = "reproduction"

@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves
 from bench import records
 from fastgpt import flags
 from fastgpt.checkpoint import checkpoint
+from fastgpt.cli import configure
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.guards.nonfinite import check_weights
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
-from fastgpt.train.plan import configure
-from fastgpt.train.resume import restore
+from fastgpt.train.build import restore
 from fastgpt.train.trainer import Trainer, train
 
 FLAGS = (

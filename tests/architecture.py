@@ -16,7 +16,7 @@ PARTS = {
     "A run, from the command line to the last checkpoint": (
         "train", "fastgpt/cli", "fastgpt/config/config", "fastgpt/config/recipes",
         "fastgpt/train/trainer", "fastgpt/train/plan", "fastgpt/train/build",
-        "fastgpt/train/recorder", "fastgpt/train/resume", "fastgpt/parallel/distributed",
+        "fastgpt/train/recorder", "fastgpt/parallel/distributed",
     ),
     "The model and its optimizers": (
         "fastgpt/config/model", "fastgpt/model/gpt", "fastgpt/model/block",

@@ -167,7 +167,7 @@ def fit(tiny: Callable[..., list[str]]) -> Callable[..., Path]:
     """Trains a tiny run in this process; returns the run directory."""
 
     def run(*flags: str) -> Path:
-        from fastgpt.train.plan import configure
+        from fastgpt.cli import configure
         from fastgpt.train.trainer import Trainer
 
         config = configure(tiny(*flags))

@@ -195,7 +195,7 @@ def torchrun_in_turn(ranks, folder, argvs):
 
 IN_TURN = """
 import json, sys
-from fastgpt.train.plan import configure
+from fastgpt.cli import configure
 from fastgpt.faults.failure import abort_all_ranks
 from fastgpt.train.trainer import Trainer
 with abort_all_ranks():

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from fastgpt.train.plan import configure
+from fastgpt.cli import configure
 from tests.commands import ROOT, commands, commands_in
 from tests.data.sets import gpt2_files
 from tests.processes import ended

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fastgpt.cli import configure
 from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data.corpus import Corpus, has_shards, open_shards
@@ -18,7 +19,7 @@ from fastgpt.kernels.cross_entropy.chunks import GPU_SHARE
 from fastgpt.parallel import parallelize
 from fastgpt.parallel.distributed import World
 from fastgpt.require_torch import ROOT
-from fastgpt.train.plan import configure, largest_micro_batch
+from fastgpt.train.plan import largest_micro_batch
 
 GPUS = tomllib.loads(Path(device.__file__).with_name("gpus.toml").read_text("utf-8"))
 PREDICTED = GPUS.pop("predicted")

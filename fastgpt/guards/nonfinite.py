@@ -1,7 +1,7 @@
 """Loss, gradients and weights that are not finite: steps are left out, or the run stops."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class Finite:
         )
 
 
-def check_weights(named: dict[str, Tensor], step: int) -> None:
+def check_weights(named: Mapping[str, Tensor], step: int) -> None:
     """Raises `UserError` that names the first weight that is not finite, if there is one."""
     names, weights = list(named), list(named.values())
     # a sum reads each weight once; of finite weights it may overflow, so the slower test of

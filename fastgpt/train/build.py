@@ -9,22 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
+from fastgpt.checkpoint import checkpoint
+from fastgpt.checkpoint.checkpoint import Checkpoint
 from fastgpt.data.loader import Loader
 from fastgpt.data.order import Mixture
 from fastgpt.device import cpu, device
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, brief
 from fastgpt.evaluate.validation import mean_loss, validation_batches
-from fastgpt.guards.nonfinite import Finite
+from fastgpt.guards.nonfinite import Finite, check_weights
 from fastgpt.guards.spikes import Spikes
 from fastgpt.model.gpt import GPT, VOCAB_TABLES
 from fastgpt.parallel import fsdp, parallelize
+from fastgpt.parallel.distributed import World
 from fastgpt.parallel.signals import StopSignal
 from fastgpt.train import init_from
 from fastgpt.train.init_from import Warn
 from fastgpt.train.optim import Optimizers
 from fastgpt.train.plan import Plan
-from fastgpt.train.resume import restore
 
 PROBED = {"cuda"}
 """Types of device with memory of their own, which a step may use up."""
@@ -208,6 +211,28 @@ def _compiled(
         torch._dynamo.config.optimize_ddp = False  # DDP would cut blocks at its buckets
         parallelize.compile_blocks(model, plan.device)
     return model, parallelize.replicate(model, plan.config.parallel)
+
+
+def restore(found: Checkpoint, model: GPT, optimizers: Optimizers, world: World) -> None:
+    """Loads weights and optimizers from a checkpoint; a collective operation.
+
+    Raises:
+        UserError: they do not fit, or a weight or a moment is not finite.
+    """
+    try:
+        fsdp.load_weights(model, found.weights)
+        # removed from the state: the optimizers have a copy
+        optimizers.load_state_dict(found.state.pop("optimizers"))
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers.all]
+    moments = [x for x in tree_leaves(states) if getattr(x, "ndim", 0)]
+    moments = {f"the optimizer's state {number}": x for number, x in enumerate(moments)}
+    try:
+        check_weights(optimizers.named | moments, found.step)
+    except UserError as error:
+        earlier = checkpoint.previous_valid(found.path, True, world)
+        raise UserError(f"checkpoint {found.path} is damaged: {error}; {earlier}") from error
 
 
 def probe_micro_batch(

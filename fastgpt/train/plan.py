@@ -1,157 +1,62 @@
-"""Plan of a run: all that a command line and its settings leave open, decided before it is built.
+"""Plan of a run: all that its settings leave open, decided before anything is built.
 
-configure(argv)    settings of a recipe, a saved run or a model, then of a file and of flags
-resolve(config)    device, precision, data, vocabulary, checkpoint, steps, micro-batch and ops
+`resolve(config)` decides device, precision, data, vocabulary, checkpoint, steps, micro-batch, ops.
 """
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from fastgpt import flags
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import Sizes
-from fastgpt.config.config import CONVERTED, Config
-from fastgpt.config.files import read_settings, with_settings
-from fastgpt.config.recipes import RECIPES
+from fastgpt.checkpoint import checkpoint
+from fastgpt.checkpoint.checkpoint import Checkpoint
+from fastgpt.config.checks import flag
+from fastgpt.config.config import Config, flat, to_json
 from fastgpt.convert.saved import saved_config
 from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.dataset import Dataset
 from fastgpt.data.items import Data
 from fastgpt.data.order import SampleOrder
+from fastgpt.data.tokenizers import load_tokenizer, same_tokenizer
 from fastgpt.device import device
-from fastgpt.display import command
-from fastgpt.errors import UsageError, UserError, unknown_name
+from fastgpt.errors import UserError, brief
 from fastgpt.ops import tables
 from fastgpt.ops.protocols import Ops
 from fastgpt.parallel import distributed, parallelize
 from fastgpt.parallel.distributed import World
-from fastgpt.run.directory import find_run, resumes
+from fastgpt.run.directory import resumes
 from fastgpt.run.manifest import precision_asked
 from fastgpt.train.data import check_splits, open_for_run, with_vocabulary
-from fastgpt.train.init_from import Warn, check_architecture, with_architecture
-from fastgpt.train.resume import ResumeState, find_state
-
-FOREIGN_FLAGS = {
-    "batch-size": "--train.micro-batch", "per-device-train-batch-size": "--train.micro-batch",
-    "gradient-accumulation-steps": "--train.batch-tokens (tokens in a step)",
-    "max-iters": "--steps", "num-train-epochs": "--epochs", "learning-rate": "--optim.lr",
-    "warmup-iters": "--optim.warmup-steps", "weight-decay": "--optim.weight-decay",
-    "block-size": "--model.context", "n-embd": "--model.dim", "n-layer": "--model.num-layers",
-    "n-head": "--model.num-heads", "wandb": "--track wandb", "wandb-log": "--track wandb",
-    "dataset": "--data.source", "eval-interval": "--eval-every", "out-dir": "--run-dir",
-    "output-dir": "--run-dir", "compile": "--train.compile", "dtype": "--train.precision",
-    "device": "--train.device", "max-steps": "--steps", "log-interval": "--log-every",
-}  # fmt: skip
-"""Flags of nanoGPT and of Hugging Face's Trainer, and ours for the same."""
+from fastgpt.train.init_from import Warn, check_architecture
 
 
-# --- the settings ---------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class ResumeState:
+    """Where a run begins: at a checkpoint, or without one at its first step."""
 
+    checkpoint: Checkpoint | None = None
+    settings: Config | None = None
+    """Settings in the checkpoint."""
+    tokens: int = 0
+    """Number of tokens that the run has trained on."""
+    position: dict[str, list[int]] | None = None
+    """The loader's state; None: at the beginning of the data."""
 
-def configure(argv: Sequence[str]) -> Config:
-    """Returns the settings that a command line `[RECIPE] [--FLAG VALUE ...]` asks for.
+    @property
+    def step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
 
-    Raises:
-        UserError: unknown recipe, flag or run, or an impossible value.
-    """
-    default, _, words = find_defaults(argv)
-    names = [word.split("=")[0].replace("_", "-") for word in words]
-    if found := [name for name in names if name.startswith("--") and name[2:] in FOREIGN_FLAGS]:
-        ours = ", ".join(f"{name} is {FOREIGN_FLAGS[name[2:]]}" for name in found)
-        raise UserError(f"flags of other programs, which have other names here: {ours}")
-    prog = f"{command('python train.py')} [RECIPE]"
-    config = flags.parse(Config, words, prog=prog, default=default, first="one recipe")
-    if {"--steps", "--epochs"} <= {*names}:
-        raise UserError("--steps and --epochs are both given: expected one of them")
-    if "--steps" in names:
-        config = replace(config, epochs=None)
-    if default.resume is not None:  # not the word `auto`, but the run that it found
-        return replace(config, resume=default.resume)
-    return config
-
-
-def find_defaults(argv: Sequence[str], header: bool = True) -> tuple[Config, str, list[str]]:
-    """Finds the defaults of a command line's flags: a recipe's, a model's, a file's or a run's.
-
-    Args:
-        header: False to leave out the architecture of the model that --init-from names.
-
-    Returns:
-        tuple[Config, str, list[str]]: the defaults, where they come from, and the words of the
-            flags and their values.
-    """
-    words = [*argv]
-    named = words.pop(0) if words and not words[0].startswith("-") else None
-    given, words = _pop_value(words, "--config")
-    if given == "":
-        raise UsageError("--config has no value: expected a file with settings")
-    file = None if given is None else Path(given)
-    settings = {} if file is None else read_settings(file)
-    in_file = settings.pop("recipe", named)
-    if named not in (None, in_file):
-        raise UserError(f"{file} is of recipe {in_file}: expected that, not {named}")
-    recipe = in_file or ("gpt2-124m" if torch.cuda.is_available() else "baby")
-    if str(recipe) not in RECIPES:
-        raise unknown_name("recipe", str(recipe), RECIPES, also="--config FILE")
-    about, plain = RECIPES[recipe]
-    about = f"recipe {recipe}: {about}" if file is None else f"{file}, of recipe {recipe}"
-    resume, run_dir, init_from = (
-        _pop_value(words, flag)[0] or None for flag in ("--resume", "--run-dir", "--init-from")
-    )
-    if resume is not None and file is not None:
-        raise UserError(f"--config is {file}: a resumed run has its settings: expected flags alone")
-    if resume is not None and (
-        found := find_run(resume, Path(run_dir) if run_dir else None, recipe)
-    ):
-        run, path = found
-        saved = _saved(run, resume, init_from, in_file)
-        return replace(saved, run_dir=run, resume=str(path)), f"the run {run}", words
-    init_from = init_from or settings.get("init_from", plain.init_from)
-    if header and init_from not in (None, "None"):
-        plain = with_architecture(plain, str(init_from))
-    return with_settings(plain, settings, file), about, words
-
-
-def _pop_value(words: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """Returns the value of a flag that decides the defaults of the others, and the other words.
-
-    Without a value it is an empty text; None: the flag is not given.
-    """
-    for at, word in reversed([*enumerate(words)]):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == flag:
-            rest = words[at + 1 :]
-            if not equals and rest and not rest[0].startswith("--"):
-                value = rest.pop(0)
-            return value, words[:at] + rest
-    return None, words
-
-
-def _saved(run: Path, resume: str, init_from: str | None, recipe: str | None) -> Config:
-    """Returns the settings of a run that is resumed, after checks of what was given with it."""
-    saved = saved_config(run)
-    if saved.recipe == CONVERTED:
-        raise UserError(
-            f"{run} cannot be resumed: it was converted from another program's model, and has no"
-            f" optimizer state: start a new run from it with --init-from {run}"
-        )
-    continues = resume == "auto" and init_from == saved.init_from
-    if init_from not in (None, "None") and not continues:
-        raise UserError(
-            f"--init-from is {init_from}: {run} is resumed, which began with"
-            f" {saved.init_from}: expected no --init-from, or another --run-dir without --resume"
-        )
-    if recipe not in (None, saved.recipe):
-        raise UserError(f"{run} is a run of recipe {saved.recipe!r}: expected that, not {recipe!r}")
-    return saved
-
-
-# --- the plan -------------------------------------------------------------------------------------
+    def changes(self, config: Config) -> list[str]:
+        """Returns each setting that differs from the checkpoint's: `NAME old -> new`."""
+        if self.settings is None:
+            return []
+        old, new = (flat(json.loads(to_json(x))) for x in (self.settings, config))
+        return [f"{name} {old[name]} -> {x}" for name, x in new.items() if x != old[name]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,6 +161,50 @@ def resolve(
         epoch_sizes=epoch_sizes, eval_every=eval_every,
         resumed=resumed, micro_batch=micro_batch, ops=ops, trials=trials,
     )  # fmt: skip
+
+
+def find_state(config: Config, world: World, data: Dataset, warn: Warn) -> ResumeState:
+    """Opens and verifies the checkpoint that `config.resume` names; a collective operation.
+
+    Raises:
+        UserError: no checkpoint is valid, or it belongs to another run than `config` and `data`.
+    """
+    if config.resume is None or not resumes(config.resume):
+        return ResumeState()
+    found, complaints = checkpoint.find(config.resume, world=world)
+    for complaint in complaints:
+        warn(f"{complaint}; the one before it is used")
+    settings = saved_config(found.path)
+    _check_same(found, settings, config, data)
+    try:
+        corpus, position = str(found.state["corpus"]), dict(found.state["loader"])
+        # checkpoints of 0.2 lack it: assume that the batch size never changed
+        tokens = int(found.state.get("tokens", found.step * settings.train.batch_tokens))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
+    if corpus != data.fingerprint:
+        warn(
+            f"the data changed since {found.path}: reading {data.name} from its beginning"
+            f" ({corpus[:12]}, now {data.fingerprint[:12]})"
+        )
+        position = None
+    return ResumeState(found, settings, tokens, position)
+
+
+def _check_same(found: Checkpoint, before: Config, config: Config, data: Dataset) -> None:
+    """Raises `UserError` if tokenizer, model, optimizer, data order or seed differ."""
+    kept, tokenizer = load_tokenizer(found.path / "tokenizer.json"), data.tokenizer
+    if not same_tokenizer(kept, tokenizer):
+        raise UserError(
+            f"checkpoint {found.path} and the data have different vocabularies: {kept.kind} with "
+            f"{kept.vocab_size} tokens in the checkpoint, {tokenizer.kind} with "
+            f"{tokenizer.vocab_size} in the data; with equal numbers, some tokens differ"
+        )
+    fixed = ("optim.kind", "data.val_fraction", "data.sampling", "data.align", "seed")
+    for name in (*(f"model.{field}" for field in asdict(config.model)), *fixed):
+        old, new = (attrgetter(name)(settings) for settings in (before, config))
+        if old != new:
+            raise UserError(f"{flag(name)} is {new}: expected {old}, as in checkpoint {found.path}")
 
 
 def _with_steps(config: Config, samples: int, resumed: ResumeState, warn: Warn) -> Config:

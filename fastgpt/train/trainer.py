@@ -1,5 +1,6 @@
 """A training run: `Trainer` resolves and builds it, and `train` is the loop that takes steps."""
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -11,7 +12,8 @@ import torch
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.commands import resume_command, sample_command
-from fastgpt.config.config import Config
+from fastgpt.config.checks import flag
+from fastgpt.config.config import Config, flat, to_json
 from fastgpt.data.items import Data
 from fastgpt.device import device
 from fastgpt.display import Display, duration
@@ -19,13 +21,13 @@ from fastgpt.errors import UserError
 from fastgpt.faults import watchdog
 from fastgpt.logs.metrics import check_trackers
 from fastgpt.parallel import distributed
+from fastgpt.parallel.distributed import World
 from fastgpt.parallel.signals import Stopped, StopSignal
 from fastgpt.run import directory
 from fastgpt.train.build import Run, build
 from fastgpt.train.optim import lr_ratio
 from fastgpt.train.plan import resolve
 from fastgpt.train.recorder import Recorder
-from fastgpt.train.resume import check_same_command
 
 
 class Trainer:
@@ -164,6 +166,20 @@ class Trainer:
         self.requeue = bool(self.world.sum(asked))
         resume = resume_command(self.run_dir, self.world.size)
         return [f"stopped after step {step}, saved in {saved}", f"to resume: {resume}"]
+
+
+def check_same_command(config: Config, world: World) -> None:
+    """Raises `UserError` on all ranks if their settings differ, or what they resume."""
+    own = {"resume": directory.resumed_name(config.resume)} | flat(json.loads(to_json(config)))
+    main = world.broadcast_object(own)
+    differing = [(name, str(x), str(main[name])) for name, x in own.items() if x != main[name]]
+    found = world.all_gather_object(differing[:1])
+    if others := [rank for rank, differs in enumerate(found) if differs]:
+        name, theirs, ours = found[others[0]][0]
+        raise UserError(
+            f"{flag(name)} is {theirs} on rank {', '.join(map(str, others))}, and {ours} on rank 0:"
+            " expected the same on all ranks"
+        )
 
 
 def train(run: Run, until: int | None = None, recorder: Recorder | None = None) -> None:

@@ -15,7 +15,7 @@ from bench import convergence, gpu, records, reproduce, step
 from bench.gpu import PLANS, STAGES, Stage
 from bench.tune import __main__ as tune
 from fastgpt import flags
-from fastgpt.train.plan import configure
+from fastgpt.cli import configure
 from tests.processes import ROOT, python
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from bench import records, reproduce
 from bench.reproduce import BEGIN, END, SYSTEMS, System, Target, put_into, render
+from fastgpt.cli import configure
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
 from fastgpt.train.build import build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import train
 from tests.warm import warm
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.checkpoint.checkpoint import Saver, Snapshot
+from fastgpt.cli import configure
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
-from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer, train
 from tests.runs import at_step, before_each, terminate, torchrun
 

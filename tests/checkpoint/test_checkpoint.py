@@ -18,10 +18,10 @@ import torch
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.checkpoint import FORMAT_VERSION, SIDE_FILES, WEIGHT_FILES, Saver
+from fastgpt.cli import configure
 from fastgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from fastgpt.errors import UserError
 from fastgpt.guards.nonfinite import check_weights
-from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.runs import before_each, files_of_at_most, raised_at_line
 

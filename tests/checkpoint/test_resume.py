@@ -19,6 +19,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpt.checkpoint import checkpoint
+from fastgpt.cli import configure
 from fastgpt.convert.source import load
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.logs.metrics import MetricsLog, read_records
@@ -26,7 +27,6 @@ from fastgpt.model.gpt import GPT
 from fastgpt.parallel.signals import StopSignal
 from fastgpt.run.directory import RunLock
 from fastgpt.train.build import Run
-from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.processes import ROOT
 from tests.runs import Crash, at_step, before_each, crash, outcome, read_until, series, terminate

@@ -11,8 +11,8 @@ import torch
 
 import train
 from fastgpt import flags, prepare
+from fastgpt.cli import configure
 from fastgpt.train.optim import Optimizers
-from fastgpt.train.plan import configure
 from tests.data.sets import write_shard
 from tests.runs import before_each, one_line_error
 from tests.warm import warm

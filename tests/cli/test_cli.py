@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from fastgpt import require_torch
+from fastgpt.cli import configure
 from fastgpt.config.config import to_json
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.saved import from_json
-from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.processes import python
 

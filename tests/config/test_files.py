@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fastgpt.cli import answer
+from fastgpt.cli import answer, configure
 from fastgpt.config.files import to_yaml
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
-from fastgpt.train.plan import configure
 
 
 @pytest.fixture

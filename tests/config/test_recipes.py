@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name everyone knows it by
 
 from fastgpt import sample
+from fastgpt.cli import configure
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer
 from tests.data.sets import prepared
 from tests.models import each_attention, initial, on_cpu, plain_logits, shrunk

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from fastgpt.checkpoint.tensors import Weights, in_memory, octets
+from fastgpt.cli import configure
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.__main__ import ConvertConfig, convert
 from fastgpt.convert.source import OpenedModel, read
@@ -26,7 +27,7 @@ from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
 from fastgpt.train.build import build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 
 V, CONTEXT = 100, 40
 LLAMA3 = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fastgpt
+from fastgpt.cli import configure
 from fastgpt.convert import vocabulary
 from fastgpt.convert.__main__ import ConvertConfig
 from fastgpt.convert.foreign import CUTS, _tokenizer
@@ -20,7 +21,7 @@ from fastgpt.data.tokenizers.huggingface import LETTERS, JsonTokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import CHATML, encode, template_of
 from fastgpt.train.build import build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from tests.convert.models import OURS, converted, files, saved, saved_run, theirs
 from tests.convert.test_vocabulary import TEXTS, WIDE
 from tests.data.sets import LEARNT, texts, tokenizer_of

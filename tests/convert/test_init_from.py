@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812 - the name everyone knows it 
 from transformers import AutoModelForCausalLM
 
 import fastgpt
-from fastgpt.cli import main
+from fastgpt.cli import configure, main
 from fastgpt.config.files import to_yaml
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert import vocabulary
@@ -20,7 +20,7 @@ from fastgpt.convert.source import read
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError
 from fastgpt.train.build import build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer, train
 from tests import runs
 from tests.convert.models import CONTEXT, V, converted, foreign, refused, saved, saved_run, theirs

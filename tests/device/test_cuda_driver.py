@@ -8,13 +8,13 @@ import torch
 
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import Sizes
+from fastgpt.cli import configure
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.device import device
 from fastgpt.errors import UserError
 from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
-from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)"

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
+from fastgpt.cli import configure
 from fastgpt.device import device
 from fastgpt.logs.metrics import read_records
-from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.processes import ended
 from tests.runs import series

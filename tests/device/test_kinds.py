@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
+from fastgpt.cli import configure
 from fastgpt.device import device
 from fastgpt.errors import UserError
 from fastgpt.kernels import runtime
 from fastgpt.ops import tables
-from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.runs import series
 

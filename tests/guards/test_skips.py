@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fastgpt.cli import configure
 from fastgpt.config.config import TrainConfig
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
 from fastgpt.train.build import build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import train
 from tests.runs import finish, series, torchrun
 

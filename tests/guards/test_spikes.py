@@ -6,10 +6,11 @@ import re
 import pytest
 import torch
 
+from fastgpt.cli import configure
 from fastgpt.errors import UserError
 from fastgpt.guards import spikes
 from fastgpt.train.build import Run, build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer, train
 from tests.guards.test_skips import poison
 from tests.runs import finish, outcome, series, torchrun

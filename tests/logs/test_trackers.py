@@ -5,11 +5,11 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastgpt.cli import configure
 from fastgpt.config.config import to_json
 from fastgpt.convert.saved import saved_config
 from fastgpt.errors import UserError
 from fastgpt.logs.metrics import read_records
-from fastgpt.train.plan import configure
 from fastgpt.train.trainer import Trainer
 from tests.processes import python
 from tests.runs import Crash, at_step, crash, outcome

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F  # noqa: N812 - the name everyone knows it by
 
+from fastgpt.cli import configure
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer
@@ -17,7 +18,6 @@ from fastgpt.model.gpt import GPT, LearnedPositions
 from fastgpt.ops import tables
 from fastgpt.ops.protocols import Ops
 from fastgpt.train.data import with_vocabulary
-from fastgpt.train.plan import configure
 from tests.models import (
     OPTIONS,
     TINY,

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fastgpt.cli import configure
 from fastgpt.config.config import ParallelConfig
 from fastgpt.data.items import IGNORED
 from fastgpt.errors import UserError
 from fastgpt.model.context_split import ContextShard
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.parallelize import check_combination, group_size, model_parallel_size
-from fastgpt.train.plan import configure, largest_micro_batch
+from fastgpt.train.plan import largest_micro_batch
 
 FSDP, HSDP = "--parallel.kind fsdp", "--parallel.kind hsdp"
 CP, TP = "--parallel.cp 2", f"{FSDP} --parallel.tp 2"

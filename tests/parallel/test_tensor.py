@@ -11,7 +11,7 @@ TP = "--parallel.kind fsdp --parallel.tp 2"
 TWICE = """
 import os, sys
 import torch
-from fastgpt.train.plan import configure
+from fastgpt.cli import configure
 from fastgpt.faults.failure import abort_all_ranks
 from fastgpt.parallel import parallelize
 from fastgpt.train.trainer import Trainer

@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import fastgpt
+from fastgpt.cli import configure
 from fastgpt.convert.source import read
 from fastgpt.kernels.decode_attention import op as decode_attention_op
 from fastgpt.sampling.chat import encode, template_of
 from fastgpt.train.build import build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import train
 from tests.convert.models import converted, files, same
 

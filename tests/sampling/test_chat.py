@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 
 import fastgpt
 from fastgpt import sample
+from fastgpt.cli import configure
 from fastgpt.convert.source import read
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.data.tokenizers.huggingface import JsonTokenizer
@@ -17,7 +18,7 @@ from fastgpt.sampling.chat import CHATML, Rows, Template, encode, open_conversat
 from fastgpt.sampling.streaming import GeneratedText
 from fastgpt.sampling.text import encode_prompt
 from fastgpt.train.build import build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from tests.convert.models import converted, saved, theirs
 from tests.runs import outcome
 

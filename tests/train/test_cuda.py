@@ -9,13 +9,14 @@ import torch.distributed as dist
 
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import TRIALS, Sizes
+from fastgpt.cli import configure
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.logs.metrics import read_records
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
 from fastgpt.train.build import build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer, train
 from tests.runs import finish, series, torchrun
 

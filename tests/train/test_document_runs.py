@@ -7,9 +7,10 @@ import pytest
 import requests
 import torch
 
+from fastgpt.cli import configure
 from fastgpt.errors import UserError
 from fastgpt.logs.metrics import read_records
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer
 from tests.data.sets import prepared, texts, write_documents
 from tests.runs import (

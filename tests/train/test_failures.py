@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
+from fastgpt.cli import configure
 from fastgpt.device import device
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.train.build import build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer, train
 from tests.runs import one_line_error, torchrun
 

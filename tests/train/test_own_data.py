@@ -9,11 +9,11 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch.utils.data import TensorDataset
 
 import fastgpt
+from fastgpt.cli import configure
 from fastgpt.data.dataset import open_own
 from fastgpt.errors import UserError
 from fastgpt.model.build import build_model
 from fastgpt.ops.tables import select
-from fastgpt.train.plan import configure
 from tests.processes import ROOT
 from tests.runs import assert_same_up_to_rounding, finish, outcome, series, torchrun
 
@@ -23,7 +23,7 @@ FLAGS = (
 )
 SCRIPT = """
 import sys
-from fastgpt.train.plan import configure
+from fastgpt.cli import configure
 from fastgpt.faults.failure import abort_all_ranks
 from fastgpt.train.trainer import Trainer
 from tests.train.test_own_data import own

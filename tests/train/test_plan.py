@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import fastgpt
-from fastgpt.train.plan import configure, resolve
+from fastgpt.cli import configure
+from fastgpt.train.plan import resolve
 
 ROOT = Path(fastgpt.__file__).parent
 DECIDE = {

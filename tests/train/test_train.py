@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from fastgpt.checkpoint.checkpoint import Saver
+from fastgpt.cli import configure
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data.loader import IGNORED, eval_batches
@@ -31,7 +32,7 @@ from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
 from fastgpt.parallel import signals
 from fastgpt.train.build import build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer
 from tests.runs import ROOT, assert_shows_two_curves, before_each, series
 

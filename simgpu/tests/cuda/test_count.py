@@ -77,7 +77,8 @@ import simgpu
 from fastgpt.parallel import parallelize
 from fastgpt.train.build import build
 from fastgpt.train.trainer import train
-from fastgpt.train.plan import configure, resolve
+from fastgpt.cli import configure
+from fastgpt.train.plan import resolve
 
 parallelize.BUCKET_MB = 1  # about a block, as are 25 MiB of gpt2-124m
 run = build(resolve(configure(sys.argv[1:])))

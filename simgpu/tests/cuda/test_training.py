@@ -192,7 +192,8 @@ import sys, torch, simgpu
 from fastgpt.parallel.signals import StopSignal
 from fastgpt.train.build import build
 from fastgpt.train.trainer import train
-from fastgpt.train.plan import configure, resolve
+from fastgpt.cli import configure
+from fastgpt.train.plan import resolve
 from simgpu.launches import launched
 run = build(resolve(configure(sys.argv[1:])))
 run.stop = StopSignal(print)
@@ -217,7 +218,8 @@ print("COUNTS", *steps[5])
 WAITS = """
 import sys, simgpu
 from fastgpt.train.build import build
-from fastgpt.train.plan import configure, resolve
+from fastgpt.cli import configure
+from fastgpt.train.plan import resolve
 run = build(resolve(configure(sys.argv[1:])))
 run.evaluate("val")
 before = simgpu.waits()
