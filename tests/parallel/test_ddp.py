@@ -197,4 +197,4 @@ def test_batch_that_ranks_cannot_share(tiny):
     assert "error: --train.batch-tokens is 48" in err
     # where torchrun's report of many lines ends
     assert "traceback : error: --train.batch-tokens is 48" in err.splitlines()[-2]
-    assert "2 ranks" in err
+    assert "2 data-parallel ranks" in err
