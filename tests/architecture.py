@@ -39,7 +39,7 @@ CORE = (
     "data/loader.py", "data/order.py", "data/dataset.py", "data/shards.py",
 )  # fmt: skip
 """Folders and files below fastgpt/ that every run needs; their length has a ceiling."""
-CEILING = 7_000
+CEILING = 5_300
 """Lines of the core: a feature is outside of it, or pays with a deletion."""
 LINES_PER_HOUR = 500
 """Fastest pace at which reviewers still find most defects, in a study of 2,500 reviews at Cisco
