@@ -86,7 +86,7 @@ def time_saves(asked: Save, path: Path) -> tuple[World, list[dict[str, Any]]]:
     try:
         for step in range(run.step, run.step + asked.rounds):
             trainer.recorder.publish()
-            check = _seconds(lambda: check_weights(run.optimizers.named, run.step), world)
+            check = _seconds(lambda: check_weights(run.optimizers.named.items(), run.step), world)
             copied = _seconds(partial(copy, step), world)
             row = {
                 "check": check,

@@ -91,7 +91,7 @@ class Display:
             self.bar.start()
             self.bar.add_task("", total=steps, completed=step)
 
-    def step(self, record: dict[str, Any], steps: int, left: float | None = None) -> None:
+    def step(self, record: dict[str, Any], steps: int, left: float | None) -> None:
         """Shows one log record, in the bar, or as a line with the time `left` in seconds."""
         loss = math.nan if record["train_loss"] is None else record["train_loss"]
         parts = [f"loss {loss:.4f}", f"{short(record['tok_per_s'])} tok/s"]
@@ -102,7 +102,7 @@ class Display:
             parts.append(f"{record['peak_memory_gib']:.1f} GiB")
         self.figures = parts
         if self.bar is None:
-            parts += [] if left is None else [f"{duration(left)} left"]
+            parts += [f"{duration(left)} left"] if left else []
             self.line(f"step {record['step']:>6}/{steps}  {'  '.join(parts)}")
         else:
             self.bar.update(self.bar.task_ids[0], completed=record["step"])
@@ -129,11 +129,11 @@ class Display:
 class PrepareProgress(Progress):
     """Progress of preparing text on stderr, if that is a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
         console = Console(stderr=True)
         super().__init__(
             SpinnerColumn(), TextColumn("preparing text: {task.completed:,} tokens"),
-            console=console, transient=True, disable=not console.is_terminal,
+            console=console, transient=True, disable=quiet or not console.is_terminal,
         )  # fmt: skip
         self.task = self.add_task("", total=None)
 

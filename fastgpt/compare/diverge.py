@@ -25,7 +25,7 @@ class Side:
         self.run = run = build(
             resolve(replace(config, train=eager, parallel=ParallelConfig()), warn)
         )
-        self.names: dict[Tensor, str] = dict(zip(run.optimizers.parameters, run.optimizers.named))
+        self.names: dict[Tensor, str] = {x: name for name, x in run.optimizers.named.items()}
         self.step, self.other, self.bound, self.found = run.step, other, bound, None
         self.tensors, self.calls, self.known = {}, Counter(), {}
         loader, optimizers = run.loader, run.optimizers

@@ -268,7 +268,7 @@ COMMON = (
 
 
 def to_json(config: Config) -> str:
-    """Writes settings as JSON, without those of one command only."""
+    """Writes settings as JSON; `resume` and `run_dir` belong to one command only."""
     values = {name: x for name, x in dataclasses.asdict(config).items() if name not in OF_COMMAND}
     return json.dumps(values, indent=1)
 
@@ -288,7 +288,8 @@ def overlay(config: Any, values: dict[str, Any], where: str = "the settings") ->
     Raises:
         UserError: a setting of `where` is unknown, or has a wrong value.
     """
-    known, new = [x.name for x in dataclasses.fields(config)], {}
+    known = [x.name for x in dataclasses.fields(config) if x.name not in OF_COMMAND]
+    new: dict[str, Any] = {}
     for name, x in values.items():
         if name not in known:
             raise unknown_name(f"setting of {where}", str(name), known)

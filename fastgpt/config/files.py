@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastgpt.config.config import OF_COMMAND, Config, overlay, to_json
+from fastgpt.config.config import Config, overlay, to_json
 from fastgpt.errors import UserError, reason
 
 
@@ -27,26 +27,27 @@ def read_settings(file: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or holds no settings.
     """
-    from ruamel.yaml import YAML, YAMLError, composer
+    from ruamel.yaml import YAML, AliasEvent, composer
     from ruamel.yaml.error import MarkedYAMLError
 
     class Composer(composer.Composer):
         """Refuses aliases: a few lines of them can stand for more than fits into the memory."""
 
-        def return_alias(self, a: Any) -> Any:
-            said = "expected a value without alias"
-            raise MarkedYAMLError(problem=said, problem_mark=a.start_mark)
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.parser.check_event(AliasEvent):
+                mark = self.parser.peek_event().start_mark
+                raise MarkedYAMLError(problem="expected a value, not an alias", problem_mark=mark)
+            return super().compose_node(parent, index)
 
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = Composer
-    yaml.max_depth = 4  # a section, a setting, a list and its items
+    yaml.max_depth = 20  # of brackets in brackets, before they exceed Python's stack
     try:
         found = yaml.load(file.read_text(encoding="utf-8")) or {}
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"--config {file}, line {line}: {error.problem}") from error
-    # an explicit tag such as !!bool before what is none raises any of the others
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError) as error:
+    except Exception as error:  # of any type, where !!bool stands before another word
         raise UserError(f"--config {file} cannot be read: {reason(error)}") from error
     if not isinstance(found, dict):
         raise UserError(f"--config {file} holds {found!r:.60}: expected settings by name")
@@ -59,8 +60,6 @@ def with_settings(config: Config, settings: dict[str, Any], file: Path | None) -
     Raises:
         UserError: a setting is unknown, or has a wrong value.
     """
-    if found := settings.keys() & {*OF_COMMAND}:
-        raise UserError(f"{min(found)} is in {file}: expected it as a flag")
     if "steps" in settings and settings.get("epochs") is not None:
         raise UserError(f"steps and epochs are both in {file}: expected one of them")
     settings = ({"epochs": None} if "steps" in settings else {}) | settings

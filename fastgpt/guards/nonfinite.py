@@ -1,7 +1,7 @@
 """Loss, gradients and weights that are not finite: steps are left out, or the run stops."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,8 +61,7 @@ class Finite:
     def checked(self, loss: Tensor, norm: Tensor, step: int) -> tuple[float, float]:
         """Returns loss and gradient norm of the last step; syncs with the device.
 
-        They may be anything if that step was skipped: with fp16 the norm, which lowers the loss
-        scale.
+        If that step was skipped they may be anything; with fp16 only the norm may be.
 
         Raises:
             UserError: they are not finite, or too many steps were skipped; it names the first step
@@ -86,9 +85,9 @@ class Finite:
         )
 
 
-def check_weights(named: Mapping[str, Tensor], step: int) -> None:
+def check_weights(named: Iterable[tuple[str, Tensor]], step: int) -> None:
     """Raises `UserError` that names the first weight that is not finite, if there is one."""
-    names, weights = list(named), list(named.values())
+    names, weights = zip(*named)
     # a sum reads each weight once; of finite weights it may overflow, so the slower test of
     # single weights has the last word
     bad = [~local(weight.detach()).sum().isfinite() for weight in weights]

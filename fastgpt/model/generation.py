@@ -176,7 +176,7 @@ def draw(
 ) -> Tensor:  # fmt: skip
     """Draws a token for each row, (B,) int64, from logits on the CPU, fp32.
 
-    The options are those of `generate`.
+    See `generate` for the options.
 
     Args:
         seen: bool (B, V), tokens that the penalty makes less likely.

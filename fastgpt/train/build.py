@@ -227,9 +227,9 @@ def restore(found: Checkpoint, model: GPT, optimizers: Optimizers, world: World)
         raise UserError(f"{found.path} does not fit this run: {brief(error)}") from error
     states = [optimizer.state_dict()["state"] for optimizer in optimizers.all]
     moments = [x for x in tree_leaves(states) if getattr(x, "ndim", 0)]
-    moments = {f"the optimizer's state {number}": x for number, x in enumerate(moments)}
+    named = [*optimizers.named.items(), *(("the optimizer's state", x) for x in moments)]
     try:
-        check_weights(optimizers.named | moments, found.step)
+        check_weights(named, found.step)
     except UserError as error:
         earlier = checkpoint.previous_valid(found.path, True, world)
         raise UserError(f"checkpoint {found.path} is damaged: {error}; {earlier}") from error

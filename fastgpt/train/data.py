@@ -30,27 +30,26 @@ def open_for_run(
 
     It is a `UserError` if it differs between ranks, or has another tokenizer than the model.
     """
+    talks = data is None and config.data.align == "conversation"
     where = config.data.source
-    if data is None and config.data.align != "conversation":
+    if data is None and not talks:
         where = resolve_source(where, warn)
 
-    def open_all(*report: PrepareProgress) -> Dataset:
-        own = data
-        if own is None and config.data.align == "conversation":
-            own = _conversations(config, source)
+    def open_all() -> Dataset:
+        own = _conversations(config, source) if talks else data
         if own is not None:
             return open_own(own, config.model.context, config.data)
         ends = config.data.align != "none" or config.model.document_mask  # bytes have none
         documents = "gpt2" if ends or (config.model.vocab_size or 0) >= GPT2_TOKENS else "bytes"
         settings = init_from.with_tokenizer(config, source)
-        return open_data(settings, where, *report, documents=documents)
+        with PrepareProgress(quiet=not world.is_main) as report:
+            return open_data(settings, where, report, documents=documents)
 
-    def open_once() -> None:
-        with PrepareProgress() as report:
-            open_all(report).orders(config.model.context, config.seed)
+    def open_first() -> None:
+        open_all().orders(config.model.context, config.seed)
 
-    if data is None:  # the main rank downloads, prepares and checks it, then all ranks open it
-        world.on_rank0(open_once, world.long_timeout_group())
+    if data is None and world.size > 1:  # the main rank downloads, prepares and checks it first
+        world.on_rank0(open_first, world.long_timeout_group())
     opened = open_all()
     if source is not None:
         init_from.check_vocabulary(source, opened.tokenizer)

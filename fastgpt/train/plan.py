@@ -67,7 +67,7 @@ class Plan:
     """
 
     config: Config
-    """Settings; vocabulary, steps and intervals are numbers now."""
+    """Settings; the size of the vocabulary and the steps are numbers now."""
     world: World
     device: str
     precision: str

@@ -39,7 +39,7 @@ class Recorder:
 
     def __init__(self, run: Run, display: Display, lock: Callable[[Path], RunLock]) -> None:
         self.run, self.plan, self.display = run, run.plan, display
-        self.lock: RunLock | None = None
+        self.lock = lock
         self.config, self.world = run.plan.config, run.plan.world
         self.metrics: MetricsLog | None = None
         self.best: tuple[float, float] = (math.inf, 0)
@@ -47,7 +47,7 @@ class Recorder:
         prompt = sample_prompt(self.config, self.plan.data.corpora[0])
         self.prompt = encode_prompt(prompt, self.plan.data.tokenizer, "the prompt of the samples")
         self.world.barrier()  # all ranks have read their checkpoint: later ones may be renamed
-        self.run_dir, self.peak = self.world.on_rank0(lambda: self._open_files(lock))
+        self.run_dir, self.peak = self.world.on_rank0(self._open_files)
         source, found = self.plan.source, self.plan.resumed.checkpoint
         kept = init_from.kept_files(source, found and found.path, self.plan.data.template)
         self.saver = Saver(
@@ -58,14 +58,14 @@ class Recorder:
             huggingface_json=json.dumps(kept) if kept else None,
         )
 
-    def _open_files(self, lock: Callable[[Path], RunLock]) -> tuple[Path, float]:
+    def _open_files(self) -> tuple[Path, float]:
         """Creates or reopens the run directory and its logs, and prints the header.
 
         Returns the directory, and the FLOP/s of all ranks that MFU is relative to.
         """
         plan, config, warn = self.plan, self.config, self.display.warn
         path = config.run_dir or directory.new_run_dir(config.recipe)
-        self.lock = lock(path)
+        self.lock(path)
         if note := directory.open_run_dir(path, config, self.run.step, self.world.size):
             warn(note)
         peak = device.measured_peak(plan.device, device.DTYPES[plan.precision])
@@ -233,7 +233,7 @@ class Recorder:
         run = self.run
         self.status("saving")
         run.finite_loss()
-        check_weights(run.optimizers.named, run.step)
+        check_weights(run.optimizers.named.items(), run.step)
         if run.spikes is not None:  # a run that resumes here has the same
             run.spikes.keep(run.step)
         weights, state = run.snapshot()
@@ -248,7 +248,7 @@ class Recorder:
 
     def _on_rank0(self, work: Callable[[], None]) -> None:
         """Calls `work` where checkpoints are written; its error is raised on all ranks."""
-        self.world.on_rank0(lambda: self.lock and self.lock.check())
+        self.world.on_rank0(lambda: self.lock(self.run_dir).check())
         self.world.on_rank0(work)
 
     def evaluate(self) -> None:

@@ -316,4 +316,4 @@ def test_weights_that_are_finite_may_have_a_sum_that_is_not(tiny):
     run = Trainer(configure(tiny())).run
     with torch.no_grad():
         run.model.get_parameter("wte.weight")[200:204] = 3e38
-    check_weights(run.optimizers.named, run.step)
+    check_weights(run.optimizers.named.items(), run.step)

@@ -18,7 +18,7 @@ from tests.processes import ROOT
 
 DANGER = re.compile(
     r"(?<![\w.])(eval|exec)\(|\b(pickle|dill|marshal|shelve|joblib)\.(?!dump)\w+\("
-    r"|\bimport yaml\b|\bYAML\((?!typ=.safe.)"
+    r"|\b(import|from) yaml\b|\bYAML\((?!typ=.safe.)"
     r"|torch\.load\((?!.*weights_only=True)|allow_pickle=True|trust_remote_code=True"
 )
 """A call that could run code from a file; of torch.load also one that goes on in the next line."""
