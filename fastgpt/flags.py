@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, is_dataclass
 from functools import partial, wraps
 from inspect import Parameter, signature
@@ -47,10 +47,10 @@ def parse(
     options |= {"prog": prog, "config": [tyro.conf.PositionalMetavarFromFieldName]}
     complaint = io.StringIO()  # no terminal, so tyro writes no colours
     try:
-        with redirect_stderr(complaint):
+        with redirect_stderr(complaint), redirect_stdout(io.StringIO()):
             return tyro.cli(kind, args=argv, **options)
     except SystemExit:
-        said = _in_one_line(complaint.getvalue())
+        said = _in_one_line(complaint.getvalue()) or "expected no flag that prints, such as --help"
         raise UsageError(_in_our_words(said, kind, argv, first)) from None
     except UserError as error:
         raise UsageError(str(error)) from error

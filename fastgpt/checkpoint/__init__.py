@@ -1,1 +1,1 @@
-"""Checkpoints: written atomically, whole or in parts, and verified when loaded."""
+"""Checkpoints: written atomically, and verified when loaded."""

@@ -64,7 +64,7 @@ def save(
 
     Args:
         keep: number of newest checkpoints that are not removed.
-        huggingface_json: of a model that was converted, its `Source.hf_files`.
+        huggingface_json: of a model that was converted, its `OpenedModel.hf_files`.
 
     Raises:
         UserError: the disk is full or cannot be written; no partial checkpoint is left.

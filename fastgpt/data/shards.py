@@ -10,7 +10,7 @@ Source
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -76,8 +76,8 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self.handle = os.open(path, os.O_RDONLY)
 
-    def __del__(self) -> None:
-        os.close(self.handle)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.handle)  # when the interpreter ends, `os` may be gone
 
 
 class Tokens:

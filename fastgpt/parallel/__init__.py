@@ -1,1 +1,1 @@
-"""Ranks: collectives, signals and failures, and how a model is shared out among them."""
+"""Ranks: collectives, signals, and how a model is shared out among them."""

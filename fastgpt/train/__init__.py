@@ -1,1 +1,1 @@
-"""Training: the loop, the step, optimizers, logs, and checks of the numbers."""
+"""Training: the plan of a run, its parts, the loop, optimizers, and what a run writes."""

@@ -36,6 +36,8 @@ PROBED = {"cuda"}
 def build(plan: Plan, warn: Warn = print, probe: bool = True) -> "Run":
     """Builds what a run needs to take steps; a collective operation.
 
+    A plan that resumes a run is built once: the optimizers take the state out of its checkpoint.
+
     Args:
         probe: on one GPU, halve a micro-batch that its memory is too small for.
 

@@ -29,6 +29,7 @@ from fastgpt.ops import tables
 from fastgpt.ops.protocols import Ops
 from fastgpt.parallel import distributed, parallelize
 from fastgpt.parallel.distributed import World
+from fastgpt.run import directory
 from fastgpt.run.directory import resumes
 from fastgpt.run.manifest import precision_asked
 from fastgpt.train.data import check_splits, open_for_run, with_vocabulary
@@ -63,7 +64,7 @@ class ResumeState:
 class Plan:
     """All that a run decides before it is built; ranks differ in `world` alone.
 
-    A run saves `config` as config.json, and the rest in manifest.json.
+    A run saves `config` as config.json, and most of the rest in manifest.json.
     """
 
     config: Config
@@ -113,6 +114,7 @@ def resolve(
     Raises:
         UserError: settings, data, device, and the model or checkpoint to start from do not fit.
     """
+    config = directory.without_auto(config)
     train, on = config.train, device.pick_device(config.train.device)
     world = world or distributed.start(on)
     world = replace(

@@ -12,6 +12,7 @@ from fastgpt.cli import configure
 from fastgpt.config.config import to_json
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.saved import from_json
+from fastgpt.errors import UserError
 from fastgpt.train.trainer import Trainer
 from tests.processes import python
 
@@ -81,3 +82,10 @@ def test_an_environment_that_is_missing_is_to_be_made_first(there, first, tmp_pa
         (tmp_path / "venv" / "python").touch()
     with pytest.raises(SystemExit, match=first):
         require_torch.require_torch()
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--tyro-print-completion", "bash"]])
+def test_configure_prints_nothing(flags, capfd):
+    with pytest.raises(UserError, match="no flag that prints"):
+        configure(["baby", *flags])
+    assert capfd.readouterr() == ("", "")
