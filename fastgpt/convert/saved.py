@@ -58,8 +58,8 @@ def renamed(values: Values) -> Values:
     momentum, of_beta1 = optim.pop("muon_momentum"), (1 + optim["beta1"]) / 2
     if optim["kind"] == "muon":
         _expect("optim.muon_momentum", momentum, of_beta1)
-    dtype = train.pop("ddp_dtype")
-    if parallel["kind"] == "ddp":
+    dtype = train.pop("ddp_dtype", "fp32")
+    if parallel.get("kind", "ddp") == "ddp":
         parallel["dtype"] = dtype
     else:
         _expect("train.ddp_dtype", dtype, "fp32")
@@ -81,7 +81,7 @@ def _merge_model(model: Values) -> None:
         model["architecture"] = "layernorm"
     if model.pop("norm_position") == "post":
         model["norm"] = f"post-{model['norm']}"
-    if model.pop("qk_norm_weight"):
+    if model.pop("qk_norm_weight", False):
         model["qk_norm"] = "weighted"
     mlp, own = model["bias"], [model.pop(f"{x}_bias") for x in ("qkv", "projection")]
     qkv, projection = (mlp if x is None else x for x in own)

@@ -38,7 +38,10 @@ def plan(monkeypatch, tmp_path, capsys):
         said = {line.split()[0]: line.split()[1] for line in printed.splitlines()}
         return status, said, printed, (tmp_path / "out/log.txt").read_text()
 
-    return run
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_a_stage_that_fails_hangs_or_is_deaf_takes_no_other_with_it(plan):

@@ -25,7 +25,7 @@ def test_the_step_and_its_most_important_figures_fit_into_any_terminal(width):
     file = io.StringIO()
     shows.console = Console(file=file, force_terminal=True, width=width, color_system=None)
     shows.start(0, 5000)
-    shows.step(RECORD, 5000)
+    shows.step(RECORD, 5000, 100)
     shows.doing("saving")
     shows.val_loss = 2.5  # known later than the step's own figures
     shows.doing()
@@ -54,9 +54,9 @@ def test_a_log_file_has_a_line_for_each_record_and_none_for_what_is_done_between
     shows = display.Display()
     shows.start(0, 5000)
     shows.doing("evaluating")
-    shows.step(RECORD, 5000)
+    shows.step(RECORD, 5000, 100)
     figures = FIGURES.replace("val 2.5000  ", "")
-    assert capsys.readouterr().out == f"step   1234/5000  {figures}\n"
+    assert capsys.readouterr().out == f"step   1234/5000  {figures}  1 min 40 s left\n"
 
 
 # --- control characters ---------------------------------------------------------------------------
