@@ -26,7 +26,8 @@ def sleepy(self):
         time.sleep(600)
     return take(self)
 
-Loader.next, watchdog.STALL_S = sleepy, 4
+# the other rank waits longer: two stacks written at once would be mixed
+Loader.next, watchdog.STALL_S = sleepy, 4 if os.environ["RANK"] == "1" else 30
 train.main()
 """
 
