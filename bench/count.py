@@ -252,7 +252,7 @@ def chunks_at(config: Any, batch: int, context: int) -> int:
 
 
 def attention_flops(layers: int, batch: int, context: int, dim: int) -> float:
-    """Returns those of two products forward and five backward, each over half of the scores."""
+    """Counts two products forward and five backward, each over half of the scores."""
     return 7 * batch * context**2 * dim * layers
 
 

@@ -76,7 +76,7 @@ class Benchmark:
 
 
 def write_text(path: Path, vocab: int, tokens: int) -> None:
-    """Writes `tokens` random characters of `vocab` different ones, all of which occur.
+    """Writes `tokens` random characters, `vocab` different ones; each occurs.
 
     The characters are Chinese, so that there are 50,257 that a character tokenizer keeps apart.
     """

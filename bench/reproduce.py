@@ -153,7 +153,7 @@ def commands(system: System, options: Reproduce) -> list[list[str]]:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Returns the settings that decide a run's losses: all except those of its samples."""
+    """Returns the settings that decide a run's losses: all but the samples' own."""
     found = json.loads(to_json(config))
     del found["train"]["sample_tokens"]
     return found
@@ -189,7 +189,7 @@ def on_record(
 
 
 def train(argv: list[str], run_dir: Path) -> float:
-    """Trains; returns the seconds of the whole process, plus those of earlier interrupted ones.
+    """Trains; returns the seconds of the whole process and of earlier interrupted ones.
 
     Raises:
         UserError: the run failed; its own message is on the terminal.

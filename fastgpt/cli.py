@@ -37,7 +37,7 @@ FOREIGN_FLAGS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs train.py with these arguments, by default those of this process."""
+    """Runs train.py with these arguments, by default the process's own."""
     argv = sys.argv[1:] if argv is None else argv
     with failure.abort_all_ranks(), shown_in_one_line():
         with shown_in_one_line(status=2):

@@ -273,8 +273,13 @@ def to_json(config: Config) -> str:
     return json.dumps(values, indent=1)
 
 
+def by_name(config: Config) -> dict[str, Any]:
+    """Returns the settings that `to_json` writes, by dotted names such as `model.num_layers`."""
+    return flat(json.loads(to_json(config)))
+
+
 def flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns nested values by dotted names, such as `model.num_layers` of a run's settings."""
+    """Returns nested values by dotted names."""
     found = {}
     for name, x in values.items():
         inner = flat(x) if isinstance(x, dict) else {"": x}

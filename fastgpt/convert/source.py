@@ -25,9 +25,9 @@ from fastgpt.ops import tables
 from fastgpt.terminal import print_line
 
 HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|distilgpt2|[\w.-]+/[\w.-]+")
-"""Names that are looked up on the hub: those of an owner's model, and the old ones of GPT-2."""
+"""Names that are looked up on the hub: OWNER/MODEL, and GPT-2's old names."""
 FILES = ("*.safetensors", "*.json", "*.jinja")
-"""Files of a hub repository that are downloaded, but not those of its folders: no pickles."""
+"""Files at the top of a hub repository that are downloaded: no pickles."""
 READERS = {".pt": read_nanogpt, ".bin": read_llmc}
 HF_FILES = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json")
 """Files of Hugging Face with a chat template or the ends of an answer, kept as they are."""
@@ -93,7 +93,7 @@ def load(
         tuple[GPT, Tokenizer | None]: the tokenizer is None if the folder has none.
 
     Raises:
-        UserError: there is no such model, a file is damaged, or our model cannot express it.
+        UserError: no such model exists, a file is damaged, or our model cannot express it.
 
     >>> model, tokenizer = fastgpt.load("runs/mine")
     >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=3).shape

@@ -3,7 +3,6 @@
 `resolve(config)` decides device, precision, data, vocabulary, checkpoint, steps, micro-batch, ops.
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
@@ -16,7 +15,7 @@ from fastgpt.autotune.trials import Sizes
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.checkpoint import Checkpoint
 from fastgpt.config.checks import flag
-from fastgpt.config.config import Config, flat, to_json
+from fastgpt.config.config import Config, by_name
 from fastgpt.convert.saved import saved_config
 from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.dataset import Dataset
@@ -56,7 +55,7 @@ class ResumeState:
         """Returns each setting that differs from the checkpoint's: `NAME old -> new`."""
         if self.settings is None:
             return []
-        old, new = (flat(json.loads(to_json(x))) for x in (self.settings, config))
+        old, new = by_name(self.settings), by_name(config)
         return [f"{name} {old[name]} -> {x}" for name, x in new.items() if x != old[name]]
 
 

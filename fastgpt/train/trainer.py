@@ -1,6 +1,5 @@
 """A training run: `Trainer` resolves and builds it, and `train` is the loop that takes steps."""
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 from fastgpt.checkpoint import checkpoint
 from fastgpt.commands import resume_command, sample_command
 from fastgpt.config.checks import flag
-from fastgpt.config.config import Config, flat, to_json
+from fastgpt.config.config import Config, by_name
 from fastgpt.data.items import Data
 from fastgpt.device import device
 from fastgpt.display import Display, duration
@@ -170,7 +169,7 @@ class Trainer:
 
 def check_same_command(config: Config, world: World) -> None:
     """Raises `UserError` on all ranks if their settings differ, or what they resume."""
-    own = {"resume": directory.resumed_name(config.resume)} | flat(json.loads(to_json(config)))
+    own = {"resume": directory.resumed_name(config.resume)} | by_name(config)
     main = world.broadcast_object(own)
     differing = [(name, str(x), str(main[name])) for name, x in own.items() if x != main[name]]
     found = world.all_gather_object(differing[:1])

@@ -27,6 +27,7 @@ from fastgpt.model.gpt import GPT
 from fastgpt.parallel.signals import StopSignal
 from fastgpt.run.directory import RunLock
 from fastgpt.train.build import Run
+from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer
 from tests.processes import ROOT
 from tests.runs import Crash, at_step, before_each, crash, outcome, read_until, series, terminate
@@ -325,6 +326,7 @@ def test_auto_goes_on_from_python(tiny, tmp_path, monkeypatch, named):
     argv = tiny("--steps 4", "" if named else "--run-dir runs/baby-20300101-000000")
     Trainer(first := configure(argv)).fit()
     config = replace(first, run_dir=first.run_dir if named else None, resume="auto", steps=6)
+    assert resolve(config).resumed.step == 4
     trainer = Trainer(config)
     assert trainer.run.step == 4
     trainer.fit()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgpt.config.config import flat, to_json
+from fastgpt.config.config import by_name
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.saved import from_json
 from fastgpt.errors import UserError
@@ -19,7 +19,7 @@ def read(changes):
     for name, value in changes.items():
         section, _, key = name.rpartition(".")
         (values[section] if section else values)[key] = value
-    return flat(json.loads(to_json(from_json(json.dumps(values)))))
+    return by_name(from_json(json.dumps(values)))
 
 
 def test_every_setting_is_read():
