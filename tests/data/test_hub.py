@@ -3,7 +3,7 @@ from unittest import mock
 
 import pytest
 
-from fastgpt.data import reading
+from fastgpt.data import documents
 from fastgpt.data.reading import read_chunks
 from fastgpt.data.sources import find_source
 from fastgpt.errors import UserError
@@ -13,9 +13,9 @@ from tests.data.sets import write_documents
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
-    reading.load_splits.cache_clear()
+    documents.load_hub.cache_clear()
     yield
-    reading.load_splits.cache_clear()
+    documents.load_hub.cache_clear()
 
 
 @pytest.fixture
@@ -30,9 +30,12 @@ def load(monkeypatch):
         )
 
         def load_dataset(**kwargs):
+            assert not kwargs["streaming"]
             asked.append((kwargs["path"], kwargs["name"], kwargs["revision"]))
             return found
 
+        about = mock.Mock(info=mock.Mock(size_in_bytes=None))
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda **_: about)
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
         return found, asked
 
@@ -62,7 +65,7 @@ def test_name_gives_repository_configuration_and_revision(load, name, asked, sho
 
 
 def test_rows_without_text_are_passed_over(load, monkeypatch):
-    monkeypatch.setattr(reading, "BATCH_ROWS", 2)
+    monkeypatch.setattr(documents, "BATCH_ROWS", 2)
     load(train={"id": [1, 2, 3, 4, 5], "content": ["a", None, "c", "", "e"]})
     source = find_source("hf:one/set", field="content")
     assert texts(source) == ["a", "c", "e"]
@@ -77,14 +80,20 @@ def test_published_validation_split_is_kept(load, validation):
     assert texts(source) == ["a", "b", "v"]
 
 
-@pytest.mark.parametrize("field", ["content", "id"])
-def test_column_without_text_is_named(load, field, tmp_path):
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("content", "has no column 'content' of text: .*--field .columns: id, text"),
+        ("id", "row 1: expected text in the field 'id', which --field .*, not 1"),
+    ],
+)
+def test_column_without_text_is_named(load, field, said, tmp_path):
+    path = str(write_documents(tmp_path / "x.parquet", ["a", "b"]))
+    with pytest.raises(UserError, match=f"^{path} {said.replace('row 1', 'row 2')}"):
+        texts(find_source(path, field=field))
     load(train={"id": [1], "text": ["a"]})
-    path = str(write_documents(tmp_path / "x.parquet", ["a"]))
-    for source in ("hf:one/set", path):
-        said = rf"{source} has no column '{field}' of text: .*--field .columns: id .*, text"
-        with pytest.raises(UserError, match=said):
-            texts(find_source(source, field=field))
+    with pytest.raises(UserError, match=f"^hf:one/set {said}"):
+        texts(find_source("hf:one/set", field=field))
 
 
 def test_set_without_a_training_split_is_named(load):
@@ -97,7 +106,7 @@ def test_no_network_or_package_says_what_to_install_and_what_to_put_where(monkey
     import datasets
 
     error = ConnectionError("Couldn't reach the hub\nhere is more than one wants to know")
-    monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=error))
+    monkeypatch.setattr(datasets, "load_dataset_builder", mock.Mock(side_effect=error))
     with pytest.raises(UserError, match=r"^[^\n]+$") as raised:
         find_source("fineweb")
     said = str(raised.value)
