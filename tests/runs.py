@@ -19,7 +19,6 @@ from matplotlib.image import imread
 from safetensors.torch import load_file
 
 from fastgpt.checkpoint import checkpoint
-from fastgpt.checkpoint.tensors import octets
 from fastgpt.display import Display
 from fastgpt.logs.metrics import read_records
 from tests.processes import ROOT
@@ -120,6 +119,11 @@ def series(run, key):
     return {r["step"]: r[key] for r in read_records(run / "metrics.jsonl") if key in r}
 
 
+def octets(x):
+    """Returns the bytes of a tensor."""
+    return x.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def outcome(run):
     """Returns what two equal runs share: losses, norms and rates by step, and the last weights."""
     kept = ("step", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "tokens")
@@ -130,7 +134,7 @@ def outcome(run):
     weights = checkpoint.load(checkpoint.steps_on_disk(run / "checkpoints")[-1]).weights
     bits = hashlib.sha256()
     for name in sorted(weights):
-        bits.update(octets(weights[name]).data)
+        bits.update(octets(weights[name]))
     return records, bits.hexdigest()
 
 

@@ -75,8 +75,7 @@ def save(
             for left_over in folder.glob(pattern):
                 shutil.rmtree(left_over)
         path.mkdir(parents=True)
-        plan = weights.plan if isinstance(weights, tensors.Weights) else weights
-        tensors.write(path / WEIGHT_FILES[0], plan, weights.values())
+        tensors.write(path / WEIGHT_FILES[0], weights)
         with (path / WEIGHT_FILES[1]).open("wb") as file:  # with a path, errors lack the reason
             torch.save(state, file)
         (path / "config.json").write_text(config_json)

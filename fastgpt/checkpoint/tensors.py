@@ -1,24 +1,16 @@
-"""Tensors in safetensors files, read and written one at a time, so that a model need not fit."""
+"""Tensors in safetensors files, read one at a time."""
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fastgpt.errors import UserError, brief, reason
-
-NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""Dtype -> its name in a safetensors file."""
 
 
 class Weights(Mapping[str, Tensor]):
@@ -57,8 +49,8 @@ def in_memory(tensors: Mapping[str, Tensor]) -> Weights:
 def read(path: Path) -> Weights:
     """Opens a safetensors file, of which only the header is read at once.
 
-    Raises `UserError` if it cannot be read or is damaged, or a tensor has another dtype than
-    `NAMES`; also when a tensor is asked for later, as another process may have removed the file.
+    Raises `UserError` if it cannot be read or is damaged; also when a tensor is asked for later, as
+    another process may have removed the file.
     """
 
     def tensor(name: str) -> Tensor:
@@ -67,9 +59,6 @@ def read(path: Path) -> Weights:
 
     with _opened(path) as file:  # it maps the file, so that no tensor is read here
         plan = {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118
-    for name, x in plan.items():
-        if x.dtype not in NAMES:
-            raise UserError(f"{path}: {name} is {x.dtype}: expected {', '.join(NAMES.values())}")
     return Weights(plan, tensor)
 
 
@@ -94,29 +83,13 @@ def unpickle(path: Path, *, mmap: bool = False) -> Any:
         raise UserError(f"{path} cannot be read: {brief(error)}") from error
 
 
-def write(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[Tensor]) -> None:
-    """Writes a safetensors file, with one tensor in memory at a time.
+def write(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file; all its tensors are in memory at once, on the CPU.
 
-    Args:
-        plan: shape and dtype of each tensor, which may be on the device `meta`.
-        tensors: the tensors in the order of `plan`, on any device; more are not taken.
+    Raises:
+        OSError: the disk is full or cannot be written.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in sorted(plan, key=lambda name: -plan[name].itemsize):  # each aligned to its size
-        x, begin = plan[name], end
-        end += x.nbytes
-        offsets = [begin, end]
-        header[name] = {"dtype": NAMES[x.dtype], "shape": [*x.shape], "data_offsets": offsets}
-    content = json.dumps(header).encode()
-    content += b" " * (-len(content) % 8)
-    with path.open("wb") as file:
-        file.write(len(content).to_bytes(8, "little") + content)
-        for name, x in zip(plan, tensors):
-            file.seek(8 + len(content) + header[name]["data_offsets"][0])
-            file.write(octets(x).data)
-
-
-def octets(x: Tensor) -> np.ndarray:
-    """Returns the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
-    return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    try:
+        save_file({name: x.contiguous() for name, x in weights.items()}, path, {"format": "pt"})
+    except SafetensorError as error:  # its message ends with the system's
+        raise OSError(str(error)) from error

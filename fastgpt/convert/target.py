@@ -99,7 +99,7 @@ def _write_tensors(
         names = ["model.safetensors"]
     values = (x for _, x in renamed(source.weights, maps, dtype))
     for name, shard in zip(names, shards):
-        tensors.write(folder / name, shard, values)
+        tensors.write(folder / name, dict(zip(shard, values)))
     if len(shards) > 1:
         where = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
         total = sum(x.nbytes for x in plan.values())

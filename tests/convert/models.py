@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from fastgpt.checkpoint.tensors import Weights, in_memory, octets
+from fastgpt.checkpoint.tensors import Weights, in_memory
 from fastgpt.cli import configure
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.__main__ import ConvertConfig, convert
@@ -28,6 +28,7 @@ from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
 from fastgpt.train.build import build
 from fastgpt.train.plan import resolve
+from tests.runs import octets
 
 V, CONTEXT = 100, 40
 LLAMA3 = {
@@ -131,7 +132,7 @@ def foreign(run: Path, kind: str, file: Path) -> Path:
         for kind in ("weight", "bias"):
             order += [f"h.{layer}.{part}.{kind}" for layer in range(config.num_layers)]
     parts = [header, *(ours[name] for name in (*order, "ln_f.weight", "ln_f.bias"))]
-    file.write_bytes(b"".join(octets(x).tobytes() for x in parts))
+    file.write_bytes(b"".join(octets(x) for x in parts))
     return file
 
 

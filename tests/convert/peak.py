@@ -43,9 +43,9 @@ def main(argv: list[str]) -> None:
     print(f"weights {sum(sizes):.0f} MB, of which the largest has {max(sizes):.0f} MB")
     with tempfile.TemporaryDirectory() as folder:
         run, hf, again = (Path(folder) / name for name in ("run", "hf", "again"))
-        write_run(OpenedModel(run, config, weights), run)
         before = peak()
         steps = {
+            "drawn to run": lambda: write_run(OpenedModel(run, config, weights), run),
             "run to hf": lambda: converted(run, hf, "hf"),
             "hf to run": lambda: converted(hf, again, "run"),
             "loaded": lambda: load(str(hf)),

@@ -30,7 +30,6 @@ import torch
 import tyro
 
 from fastgpt.checkpoint import checkpoint
-from fastgpt.checkpoint.tensors import octets
 from fastgpt.config.config import Config, DataConfig
 from fastgpt.convert.saved import saved_config
 from fastgpt.convert.source import HF_FILES, open_model
@@ -45,6 +44,7 @@ from tests.convert.models import OURS, SUFFIX, converted, foreign, saved_run
 from tests.data.sets import prepared, texts, tokenizer_of, write_shard
 from tests.faults.mutations import MEANT, change_bytes
 from tests.processes import ROOT
+from tests.runs import octets
 
 RECORD = ROOT / "docs" / "reliability.json"
 CPU_S, SPACE = 2.0, 2**29
@@ -74,7 +74,7 @@ def load_model(path: Path) -> object:
         source.tokenizer,
         template_of(source.hf_files),
     )
-    state = [(name, x.shape, octets(x).tobytes()) for name, x in model.state_dict().items()]
+    state = [(name, x.shape, octets(x)) for name, x in model.state_dict().items()]
     texts = None if template is None else [*template.pieces(TALK)]
     return model.config, state, texts, None if tokenizer is None else tokenizer.to_json()
 
