@@ -13,17 +13,17 @@ import tyro
 from fastgpt import flags
 from fastgpt.autotune.choose import require_toolchain
 from fastgpt.checkpoint.checkpoint import is_checkpoint, read_record
+from fastgpt.commands import command
 from fastgpt.config.checks import INT64, SHARE, Range, check_fields
 from fastgpt.config.config import MOST_TOKENS, OpsConfig
 from fastgpt.convert.source import open_model
 from fastgpt.device import device
-from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.model.generation import OPTIONS
 from fastgpt.sampling.chat import talk, template_of
-from fastgpt.sampling.streaming import stream
+from fastgpt.sampling.streaming import print_stream, stream
 from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
-from fastgpt.terminal import print_line, print_stream, print_text
+from fastgpt.terminal import print_line, print_text
 
 ONE_OR_MORE = Range("1 or more", lambda x: x >= 1)
 

@@ -14,12 +14,12 @@ import tyro
 from safetensors import SafetensorError
 
 from fastgpt import flags
+from fastgpt.commands import command
 from fastgpt.config.checks import POSITIVE, check_fields
 from fastgpt.convert.gguf import write_gguf
 from fastgpt.convert.source import open_model
 from fastgpt.convert.target import write_folder, write_run
 from fastgpt.device.device import DTYPES
-from fastgpt.display import command
 from fastgpt.errors import UserError, is_disk_full, reason, run_command
 from fastgpt.files import temporary_name
 from fastgpt.terminal import print_text

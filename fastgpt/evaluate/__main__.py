@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
 
 from fastgpt import flags
+from fastgpt.commands import command
 from fastgpt.config.checks import POSITIVE, check_fields
 from fastgpt.convert.source import OpenedModel, open_model
 from fastgpt.device import cpu, device
-from fastgpt.display import command
 from fastgpt.errors import UserError, run_command, writing
 from fastgpt.evaluate.harness import run_tasks
 from fastgpt.evaluate.text import Scorer, read_text, score_text
 from fastgpt.files import write_atomically
-from fastgpt.terminal import print_text
+from fastgpt.terminal import print_text, status, table
 
 TaskMetric = tuple[str, str, float, int]
 """Task, metric, value, and the number of examples (of a text: tokens)."""
@@ -84,8 +83,8 @@ def evaluate(config: EvaluateConfig) -> list[TaskMetric]:
         options = {"device": on, "precision": precision, "batch": config.batch}
         rows = _rows(run_tasks(names, source, config.include, **options))
     if text is not None:
-        with Console(stderr=True).status("") as shown:  # on a terminal
-            found, count = score_text(*text, scorer, shown.update)
+        with status() as show:
+            found, count = score_text(*text, scorer, show)
         rows += [(config.text, *score, count) for score in found.items()]
     return rows
 
@@ -101,19 +100,12 @@ def _rows(results: dict) -> list[TaskMetric]:
     ]
 
 
-def table(rows: list[TaskMetric]) -> str:
-    """Lays out the results, one metric a line."""
-    cells = [NAMES, *((*names, f"{x:.4f}", f"{count:,}") for *names, x, count in rows)]
-    w = [max(map(len, column)) for column in zip(*cells)]
-    lines = (f"{a:<{w[0]}}  {b:<{w[1]}}  {c:>{w[2]}}  {d:>{w[3]}}" for a, b, c, d in cells)
-    return "\n".join(lines)
-
-
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
     config = flags.command(EvaluateConfig, argv, prog=command("python -m fastgpt.evaluate"))
     rows = evaluate(config)
-    print_text(table(rows))
+    cells = ((*names, f"{x:.4f}", f"{count:,}") for *names, x, count in rows)
+    print_text(table([NAMES, *cells], right=(2, 3)))
     if config.json is not None:
         # JSON has no infinity
         finite = [(*names, x if math.isfinite(x) else None, count) for *names, x, count in rows]

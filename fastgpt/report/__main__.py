@@ -7,8 +7,8 @@ from typing import Annotated
 import tyro
 
 from fastgpt import flags
+from fastgpt.commands import command
 from fastgpt.config.checks import check_fields
-from fastgpt.display import command
 from fastgpt.errors import UserError, run_command
 from fastgpt.report.page import require_bokeh, write_report
 from fastgpt.terminal import print_text

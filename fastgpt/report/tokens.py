@@ -12,13 +12,13 @@ from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.dataset import open_data
 from fastgpt.data.shards import Tokens
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, same_tokenizer
-from fastgpt.display import PrepareProgress
 from fastgpt.errors import UserError, counted
 from fastgpt.evaluate.__main__ import scorer_of
 from fastgpt.evaluate.text import read_text
 from fastgpt.files import data_dir
 from fastgpt.model.gpt import GPT
 from fastgpt.report.data import Run
+from fastgpt.terminal import preparing
 
 MOST_TOKENS = 1000
 LIKELIEST = 5
@@ -76,7 +76,7 @@ def _validation(run: Run, source: OpenedModel, tokenizer: Tokenizer) -> Tokens:
     if kind == "prepared":
         folder = data_dir() / (name or "gpt2")
         where = str(folder) if name or folder.exists() else "builtin"
-    with PrepareProgress() as report:
+    with preparing() as report:
         opened = open_data(data, where, report)
     if not same_tokenizer(opened.tokenizer, tokenizer):
         raise UserError(f"{data.source} was tokenized in another way than the run")

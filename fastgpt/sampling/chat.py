@@ -21,9 +21,9 @@ from fastgpt.errors import UserError, reason
 from fastgpt.files import parse_json
 from fastgpt.model.gpt import GPT
 from fastgpt.sampling import templating
-from fastgpt.sampling.streaming import stream
+from fastgpt.sampling.streaming import print_stream, stream
 from fastgpt.sampling.templating import CHATML, Messages
-from fastgpt.terminal import print_line, print_stream
+from fastgpt.terminal import print_line
 
 Part = tuple[str | None, bool]
 """Part of a rendered conversation, None for the end of text before it, and whether it is learnt."""

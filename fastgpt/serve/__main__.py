@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from fastgpt import flags
-from fastgpt.commands import install_command
+from fastgpt.commands import command, install_command
 from fastgpt.config.checks import Range, check_fields
 from fastgpt.convert.source import open_model
 from fastgpt.device import device
-from fastgpt.display import command
 from fastgpt.errors import UserError, reason, run_command
 from fastgpt.sampling.chat import template_of
 from fastgpt.terminal import print_line
