@@ -22,7 +22,7 @@ from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.model.generation import OPTIONS
 from fastgpt.sampling.chat import talk, template_of
 from fastgpt.sampling.streaming import print_stream, stream
-from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
+from fastgpt.sampling.text import encode_prompt, sample_text
 from fastgpt.terminal import print_line, print_text
 
 ONE_OR_MORE = Range("1 or more", lambda x: x >= 1)
@@ -46,7 +46,9 @@ class SampleConfig:
     """Number of samples for each prompt."""
     tokens: Annotated[int, ONE_OR_MORE] = 300
     """Number of new tokens in each sample."""
-    temperature: Annotated[float, Range("0, or a number from 1e-6 on", lambda x: x >= 0)] = 0.8
+    temperature: Annotated[
+        float, Range("0, or a number from 1e-6 on", lambda x: x == 0 or x >= 1e-6)
+    ] = 0.8
     """Sampling temperature; 0 takes the likeliest token. Higher values are more varied."""
     top_k: Annotated[int | None, ONE_OR_MORE] = None
     """Number of likeliest tokens to sample from; by default all."""
@@ -77,10 +79,6 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if 0 < self.temperature < 1e-6:
-            raise UserError(
-                f"--temperature is {self.temperature}: expected 0, or a number from 1e-6 on"
-            )
         if self.n * self.tokens > MOST_TOKENS:
             raise UserError(
                 f"--n is {self.n}, --tokens is {self.tokens}: expected at most {MOST_TOKENS:,}"
@@ -133,7 +131,11 @@ def main(argv: list[str]) -> None:
         return
     prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in config.prompt or ("\n",)]
     for prompt in prompts:
-        warn_if_cut(prompt, model.config.context, "warning: --prompt", print_line)
+        if len(prompt) > (context := model.config.context):
+            print_line(
+                f"warning: --prompt has {len(prompt):,} tokens: the model sees the last"
+                f" {context:,}, its context"
+            )
     if said:
         print_line(said)
     if len(prompts) * config.n == 1:
