@@ -11,11 +11,11 @@ import tyro
 from fastgpt import flags
 from fastgpt.commands import command
 from fastgpt.config.checks import POSITIVE, check_fields
-from fastgpt.convert.source import OpenedModel, open_model
+from fastgpt.convert.source import open_model
 from fastgpt.device import cpu, device
 from fastgpt.errors import UserError, run_command, writing
 from fastgpt.evaluate.harness import run_tasks
-from fastgpt.evaluate.text import Scorer, read_text, score_text
+from fastgpt.evaluate.text import read_text, score_text
 from fastgpt.files import write_atomically
 from fastgpt.terminal import print_text, status, table
 
@@ -52,16 +52,6 @@ class EvaluateConfig:
             raise UserError("nothing to evaluate: expected --tasks or --text")
 
 
-def scorer_of(source: OpenedModel, batch: int, on: str, precision: str) -> Scorer:
-    """Builds a model that was opened on the device `on`; raises `UserError` without a tokenizer."""
-    if on == "cpu":
-        cpu.prepare(compiled=False)
-    return Scorer(
-        tokenizer=source.known_tokenizer(), model=source.build_gpt(on), batch=batch, device=on,
-        autocast=device.autocast(on, precision),
-    )  # fmt: skip
-
-
 def evaluate(config: EvaluateConfig) -> list[TaskMetric]:
     """Scores the text, and runs the tasks.
 
@@ -76,15 +66,18 @@ def evaluate(config: EvaluateConfig) -> list[TaskMetric]:
     on = device.pick_device(config.device, "--device")
     precision = device.pick_precision(config.precision, on, "--precision")
     source = open_model(config.model)
-    scorer = scorer_of(source, config.batch, on, precision)
-    text = read_text(config.text, scorer) if config.text else None
+    if on == "cpu":
+        cpu.prepare(compiled=False)
+    tokenizer, model = source.known_tokenizer(), source.build_gpt(on)
+    text = read_text(config.text, tokenizer) if config.text else None
     rows = []
     if names:
-        options = {"device": on, "precision": precision, "batch": config.batch}
-        rows = _rows(run_tasks(names, source, config.include, **options))
+        how = {"device": on, "precision": precision, "batch": config.batch}
+        rows = _rows(run_tasks(names, source, config.include, **how))
     if text is not None:
         with status() as show:
-            found, count = score_text(*text, scorer, show)
+            options = {"device": on, "autocast": device.autocast(on, precision), "report": show}
+            found, count = score_text(model, *text, batch=config.batch, **options)
         rows += [(config.text, *score, count) for score in found.items()]
     return rows
 
