@@ -189,5 +189,5 @@ def _refusal(event: Any, known: Iterator[Flag], argv: Sequence[str], first: str)
             given = re.sub(r".*?(: | from )(.*?)[.]?(\n.*)?$", r"is \2", message, flags=re.S)
         case _:
             given = "has no value"
-    meant = named[event.argument.lowered.name_or_flags[-1]]
+    meant = named[vars(event)["argument"].lowered.name_or_flags[-1]]
     return f"{meant.spelled} {given}: expected {expected(meant.hint)}"

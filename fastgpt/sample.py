@@ -86,12 +86,6 @@ class SampleConfig:
             )
 
 
-def best_of(run: Path) -> Path | None:
-    """Returns the checkpoint of a run with the lowest validation loss, if it has one."""
-    best = run.expanduser() / "checkpoints" / "best"
-    return best if is_checkpoint(best) else None
-
-
 def separated(texts: Sequence[str], each: int) -> str:
     """Joins samples, `each` of every prompt in turn; a line above each of several tells which."""
     if len(texts) == 1:
@@ -111,7 +105,9 @@ def main(argv: list[str]) -> None:
     asked = OpsConfig(kernels=config.kernels)
     try:
         require_toolchain(asked, on)
-        found = open_model(config.run if (best := best_of(config.run)) is None else best)
+        best = config.run.expanduser() / "checkpoints" / "best"  # of lowest validation loss
+        best = best if is_checkpoint(best) else None
+        found = open_model(best or config.run)
         tokenizer, model = found.known_tokenizer(), found.build_gpt(on, asked)
     except UserError as error:
         raise UserError(str(error).replace("--ops.kernels", "--kernels")) from error
