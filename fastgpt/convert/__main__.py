@@ -14,7 +14,6 @@ import tyro
 from safetensors import SafetensorError
 
 from fastgpt import flags
-from fastgpt.commands import command
 from fastgpt.config.checks import POSITIVE, check_fields
 from fastgpt.convert.gguf import write_gguf
 from fastgpt.convert.source import open_model
@@ -83,7 +82,7 @@ def convert(config: ConvertConfig) -> None:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.command(ConvertConfig, argv, prog=command("python -m fastgpt.convert"))
+    config = flags.command(ConvertConfig, argv, prog="python -m fastgpt.convert")
     convert(config)
     print_text(f"wrote {config.target}")
 

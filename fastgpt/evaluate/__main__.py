@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import tyro
 
 from fastgpt import flags
-from fastgpt.commands import command
 from fastgpt.config.checks import POSITIVE, check_fields
 from fastgpt.convert.source import open_model
 from fastgpt.device import cpu, device
@@ -95,7 +94,7 @@ def _rows(results: dict) -> list[TaskMetric]:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.command(EvaluateConfig, argv, prog=command("python -m fastgpt.evaluate"))
+    config = flags.command(EvaluateConfig, argv, prog="python -m fastgpt.evaluate")
     rows = evaluate(config)
     cells = ((*names, f"{x:.4f}", f"{count:,}") for *names, x, count in rows)
     print_text(table([NAMES, *cells], right=(2, 3)))

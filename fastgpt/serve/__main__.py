@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from fastgpt import flags
-from fastgpt.commands import command, install_command
+from fastgpt.commands import install_command
 from fastgpt.config.checks import Range, check_fields
 from fastgpt.convert.source import open_model
 from fastgpt.device import device
@@ -63,7 +63,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.command(ServeConfig, argv, prog=command("python -m fastgpt.serve"))
+    config = flags.command(ServeConfig, argv, prog="python -m fastgpt.serve")
     try:
         import uvicorn
 
