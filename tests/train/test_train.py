@@ -379,7 +379,7 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
         f"to sample from it: {sys.executable} -m fastgpt.sample {tmp_path / 'run'}",
         f"to train longer: {sys.executable} {ROOT / 'train.py'} --resume {tmp_path / 'run'}",
     ]
-    assert [re.sub(r" \d+ s;", " S;", line).split(" --steps")[0] for line in lines[-4:]] == end
+    assert [re.sub(r" 0:00:\d\d;", " S;", line).split(" --steps")[0] for line in lines[-4:]] == end
     assert err == ""
     assert "\x1b" not in out, "colours and bars are for terminals"
 
