@@ -10,11 +10,11 @@ import torch
 
 import fastgpt
 from fastgpt import flags
+from fastgpt.commands import command
 from fastgpt.config.config import COMMON, CONVERTED, Config
 from fastgpt.config.files import read_settings, to_yaml, with_settings
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.saved import saved_config
-from fastgpt.display import command
 from fastgpt.errors import UsageError, UserError, shown_in_one_line, tell_torchrun, unknown_name
 from fastgpt.faults import failure
 from fastgpt.parallel import signals

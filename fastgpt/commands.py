@@ -1,11 +1,20 @@
-"""Command lines that an error message or the end of a run gives the user to type."""
+"""Command lines that a help, an error message or the end of a run gives the user to type."""
 
 import importlib.metadata
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
 CHECKOUT = Path(__file__).absolute().parents[1]
+
+
+def command(uninstalled: str) -> str:
+    """Returns the installed command that was typed (`fastgpt-train`), else `uninstalled`."""
+    typed = Path(sys.argv[0])
+    if not typed.name.startswith("fastgpt-"):
+        return uninstalled
+    return typed.name if shutil.which(typed.name) else shlex.quote(str(typed))
 
 
 def resume_command(run_dir: Path, ranks: int) -> str:

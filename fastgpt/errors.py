@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from fastgpt.terminal import OneLine, one_line, print_line
+from fastgpt.terminal import one_line, print_line, printable
 
 NO_SPACE = os.strerror(errno.ENOSPC)
 """The system's message for a full disk, the only part of that error that safetensors keeps."""
@@ -60,13 +60,19 @@ def shown(value: object) -> str:
     return f"a value of type {type(value).__name__}{length}"
 
 
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Returns a question that names the nearest of the `known` names; empty if none is near."""
+    known, end = tuple(known), f".{given.lstrip('-')}"  # of --optim.lr, if --lr is given
+    longer = [x for x in known if given and (x.startswith(given) or x.endswith(end))]
+    nearest = longer or difflib.get_close_matches(given, known, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
 def unknown_name(what: str, given: str, known: Iterable[str], also: str = "") -> UserError:
     """Returns the error for a name not in `known`, which lists them and suggests the nearest."""
     known, given = tuple(known), given[:LONGEST_VALUE]
-    longer = [name for name in known if given and name.startswith(given)]
-    nearest = longer or difflib.get_close_matches(given, known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     expected = ", ".join((*map(repr, known), *filter(None, [also])))
+    hint = did_you_mean(given, known)
     return UserError(f"unknown {what} {given!r}{hint} (expected one of {expected})")
 
 
@@ -81,10 +87,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = f"no space left on the disk of {path}"
-        raise UserError(
-            full if is_disk_full(error) else f"cannot write {path}: {reason(error)}"
-        ) from error
+        full = f"no space left on the disk of {path}" if is_disk_full(error) else ""
+        raise UserError(full or f"cannot write {path}: {reason(error)}") from error
 
 
 def tell_torchrun(line: str) -> None:
@@ -121,6 +125,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+class OneLine(logging.Formatter):
+    """Formatter of log records that are shown on stderr."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(f"{record.levelname.lower()}: {super().format(record)}")
+
+
 @contextmanager
 def shown_in_one_line(status: int = 1) -> Iterator[None]:
     """Turns a `UserError`, an `OSError` or a lack of GPU memory into one line and exit `status`.
@@ -143,10 +154,8 @@ def shown_in_one_line(status: int = 1) -> Iterator[None]:
             if "out of memory" not in str(error):  # torch's, of CUDA and of the allocator
                 raise
             first = ". ".join(str(error).split("\n")[0].split(". ")[:3]).rstrip(".")
-            error = UserError(
-                f"{first}: end other programs on the GPU (nvidia-smi shows them), or pass smaller"
-                " sizes"
-            )
+            cure = "end other programs on the GPU (nvidia-smi shows them), or pass smaller sizes"
+            error = UserError(f"{first}: {cure}")
         rank = os.environ.get("RANK", "0")
         line = f"error: {error}" if rank == "0" else f"[rank {rank}] error: {error}"
         if not isinstance(error, OtherRankError):

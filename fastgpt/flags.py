@@ -8,19 +8,20 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, is_dataclass
 from functools import partial, wraps
 from inspect import Parameter, signature
 from itertools import chain
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import tyro
 from docstring_parser import parse_from_object
+from tyro import _errors  # the only way to its errors before they are drawn in a box
 
 import fastgpt
 from fastgpt.config.checks import expected, flag
-from fastgpt.errors import UsageError, UserError, shown_in_one_line
+from fastgpt.errors import UsageError, UserError, did_you_mean, shown_in_one_line
 from fastgpt.terminal import print_text
 
 T = TypeVar("T")
@@ -45,13 +46,15 @@ def parse(
     """
     options: dict[str, Any] = {} if default is None else {"default": default}
     options |= {"prog": prog, "config": [tyro.conf.PositionalMetavarFromFieldName]}
-    complaint = io.StringIO()  # no terminal, so tyro writes no colours
+
+    def refuse(event: _errors.ParseErrorEvent) -> NoReturn:
+        raise UsageError(_refusal(event, flags_of(kind), argv, first))
+
     try:
-        with redirect_stderr(complaint), redirect_stdout(io.StringIO()):
+        with _errors.on_parse_error(refuse), redirect_stdout(io.StringIO()):
             return tyro.cli(kind, args=argv, **options)
     except SystemExit:
-        said = _in_one_line(complaint.getvalue()) or "expected no flag that prints, such as --help"
-        raise UsageError(_in_our_words(said, kind, argv, first)) from None
+        raise UsageError("expected no flag that prints, such as --help") from None
     except UserError as error:
         raise UsageError(str(error)) from error
 
@@ -163,32 +166,28 @@ def run(main: Callable[..., None]) -> None:
         command(given, sys.argv[1:], prog=f"python {sys.argv[0]}", about=about)()
 
 
-def _in_one_line(box: str) -> str:
-    """Returns what tyro says in a box as one line, without title, frame and the help of flags."""
-    said = box.partition("\n")[2].partition("Argument helptext:")[0]
-    parts = re.split(r"^.[ ─-]*.$", said, flags=re.M)  # at empty lines and rules
-    words = (re.sub(r"^. {9}.*|^.|.$", "", part, flags=re.M).split() for part in parts)
-    return "; ".join(" ".join(x) for x in words if x).removeprefix("Error parsing ")
-
-
-_WRONG_VALUE = re.compile(
-    r"(?P<flag>--[\w.-]+): .*?(?P<value>\['.*?\]|'.*?')(?:$|\.;)"
-    r"|invalid choice (?P<choice>'.*') for argument '(?P<of>--[\w.-]+)'"
-    r"|Missing value for argument '(?:-./)?(?P<none>--[\w.-]+)'"
-)
-
-
-def _in_our_words(said: str, kind: Any, argv: Sequence[str], first: str) -> str:
-    """Returns what was given and expected, where tyro complains of a value."""
-    unknown = said.removeprefix("Unrecognized options: ").split(";")[0].split(", ")[0]
-    if unknown in argv and not unknown.startswith("-"):
-        before = "".join([*argv][: argv.index(unknown)][-1:])
-        order = f": expected {first}, then flags and their values"
-        why = f" after {before}, which takes no value" if before.startswith("--") else order
-        return f"unexpected {unknown!r}{why}"
-    if (found := _WRONG_VALUE.match(said)) is None:
-        return said
-    name = found["flag"] or found["of"] or found["none"]
-    [hint] = (x.hint for x in flags_of(kind) if x.spelled == name.replace("_", "-"))
-    given = "has no value" if found["none"] else f"is {found['value'] or found['choice']}"
-    return f"{name} {given}: expected {expected(hint)}"
+def _refusal(event: Any, known: Iterator[Flag], argv: Sequence[str], first: str) -> str:
+    """Returns what was given and what was expected, where tyro refuses a command line."""
+    named = {x.name if x.has(tyro.conf.Positional) else x.spelled: x for x in known}
+    match event:
+        case _errors.UnrecognizedArgs(tokens=[word, *_]) if word.startswith("-"):
+            name = word.partition("=")[0].replace("_", "-")
+            return f"unknown flag {name!r}{did_you_mean(name, named)} (--help lists them)"
+        case _errors.UnrecognizedArgs(tokens=[word, *_]):
+            words = [*chain.from_iterable(x.split("=", x[:1] == "-") for x in argv)]
+            before = dict(zip(words[1:], words)).get(word, "")
+            if before.startswith("--"):
+                return f"unexpected {word!r} after {before}, which takes no value"
+            return f"unexpected {word!r}: expected {first}, then flags and their values"
+        case _errors.MissingArgs(missing_arguments=missing):
+            names = (named[x.arg.lowered.name_or_flags[-1]].spelled for x in missing)
+            return f"missing: {', '.join(names)} (see {event.prog} --help)"
+        case _errors.InvalidChoice(value=value):
+            given = f"is {value!r}"
+        case _errors.InstantiationFailure(message=message):
+            # the value, with which Python's message ends, and the first line of tyro's own
+            given = re.sub(r".*?(: | from )(.*?)[.]?(\n.*)?$", r"is \2", message, flags=re.S)
+        case _:
+            given = "has no value"
+    meant = named[vars(event)["argument"].lowered.name_or_flags[-1]]
+    return f"{meant.spelled} {given}: expected {expected(meant.hint)}"

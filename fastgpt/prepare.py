@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import tyro
 
 from fastgpt import flags
+from fastgpt.commands import command
 from fastgpt.data.corpus import read_manifest
 from fastgpt.data.preparation import prepare
 from fastgpt.data.writing import PrepareOptions
-from fastgpt.display import PrepareProgress, command
 from fastgpt.errors import UserError, shown_in_one_line
-from fastgpt.terminal import print_text
+from fastgpt.terminal import preparing, print_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
             sys.argv[1:] if argv is None else argv,
             prog=command("python -m fastgpt.prepare"),
         )
-        with PrepareProgress() as shown:
+        with preparing() as shown:
             options: dict[str, Any] = asdict(arguments)
             options["separator"] = _unescaped(arguments.separator)
             out = prepare(**options, report=shown)

@@ -13,17 +13,17 @@ import tyro
 from fastgpt import flags
 from fastgpt.autotune.choose import require_toolchain
 from fastgpt.checkpoint.checkpoint import is_checkpoint, read_record
+from fastgpt.commands import command
 from fastgpt.config.checks import INT64, SHARE, Range, check_fields
 from fastgpt.config.config import MOST_TOKENS, OpsConfig
 from fastgpt.convert.source import open_model
 from fastgpt.device import device
-from fastgpt.display import command
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.model.generation import OPTIONS
 from fastgpt.sampling.chat import talk, template_of
-from fastgpt.sampling.streaming import stream
-from fastgpt.sampling.text import encode_prompt, sample_text, warn_if_cut
-from fastgpt.terminal import print_line, print_stream, print_text
+from fastgpt.sampling.streaming import print_stream, stream
+from fastgpt.sampling.text import encode_prompt, sample_text
+from fastgpt.terminal import print_line, print_text
 
 ONE_OR_MORE = Range("1 or more", lambda x: x >= 1)
 
@@ -46,7 +46,9 @@ class SampleConfig:
     """Number of samples for each prompt."""
     tokens: Annotated[int, ONE_OR_MORE] = 300
     """Number of new tokens in each sample."""
-    temperature: Annotated[float, Range("0, or a number from 1e-6 on", lambda x: x >= 0)] = 0.8
+    temperature: Annotated[
+        float, Range("0, or a number from 1e-6 on", lambda x: x == 0 or x >= 1e-6)
+    ] = 0.8
     """Sampling temperature; 0 takes the likeliest token. Higher values are more varied."""
     top_k: Annotated[int | None, ONE_OR_MORE] = None
     """Number of likeliest tokens to sample from; by default all."""
@@ -77,21 +79,11 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if 0 < self.temperature < 1e-6:
-            raise UserError(
-                f"--temperature is {self.temperature}: expected 0, or a number from 1e-6 on"
-            )
         if self.n * self.tokens > MOST_TOKENS:
             raise UserError(
                 f"--n is {self.n}, --tokens is {self.tokens}: expected at most {MOST_TOKENS:,}"
                 " tokens in all samples"
             )
-
-
-def best_of(run: Path) -> Path | None:
-    """Returns the checkpoint of a run with the lowest validation loss, if it has one."""
-    best = run.expanduser() / "checkpoints" / "best"
-    return best if is_checkpoint(best) else None
 
 
 def separated(texts: Sequence[str], each: int) -> str:
@@ -113,7 +105,9 @@ def main(argv: list[str]) -> None:
     asked = OpsConfig(kernels=config.kernels)
     try:
         require_toolchain(asked, on)
-        found = open_model(config.run if (best := best_of(config.run)) is None else best)
+        best = config.run.expanduser() / "checkpoints" / "best"  # of lowest validation loss
+        best = best if is_checkpoint(best) else None
+        found = open_model(best or config.run)
         tokenizer, model = found.known_tokenizer(), found.build_gpt(on, asked)
     except UserError as error:
         raise UserError(str(error).replace("--ops.kernels", "--kernels")) from error
@@ -133,7 +127,11 @@ def main(argv: list[str]) -> None:
         return
     prompts = [encode_prompt(prompt, tokenizer, "--prompt") for prompt in config.prompt or ("\n",)]
     for prompt in prompts:
-        warn_if_cut(prompt, model.config.context, "warning: --prompt", print_line)
+        if len(prompt) > (context := model.config.context):
+            print_line(
+                f"warning: --prompt has {len(prompt):,} tokens: the model sees the last"
+                f" {context:,}, its context"
+            )
     if said:
         print_line(said)
     if len(prompts) * config.n == 1:

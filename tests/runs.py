@@ -19,8 +19,8 @@ from matplotlib.image import imread
 from safetensors.torch import load_file
 
 from fastgpt.checkpoint import checkpoint
-from fastgpt.display import Display
 from fastgpt.logs.metrics import read_records
+from fastgpt.terminal import Display
 from tests.processes import ROOT
 from tests.warm import warm
 

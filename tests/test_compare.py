@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -172,11 +173,15 @@ def test_records_of_other_types_are_left_out(pair, capsys):
     assert [key for key, x in said["facts"].items() if x[0] != x[1]] == []
 
 
-def test_a_table_fits_100_columns_and_losses_of_other_texts_are_not_compared(pair, capsys):
+def test_a_table_fits_a_terminal_and_losses_of_other_texts_are_not_compared(
+    pair, capsys, monkeypatch
+):
     a, b = pair("", ("recipe", "x" * 150))
     manifest = json.loads((b / "manifest.json").read_text())
     manifest["data"]["sha256"] = "f" * 64
     (b / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
     capsys.readouterr()
     compare.main([str(a), str(b)])
     printed = capsys.readouterr().out

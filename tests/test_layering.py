@@ -36,7 +36,7 @@ ROOMS = (
     "kernels",
     "commands files require_torch terminal",
     "errors",
-    "config device display",
+    "config device",
     "data faults flags logs ops",
     "model prepare",
     "autotune parallel sampling",

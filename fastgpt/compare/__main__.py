@@ -2,10 +2,8 @@
 
 import json
 import re
-import textwrap
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -21,7 +19,7 @@ from fastgpt.errors import UserError, run_command
 from fastgpt.files import parse_json
 from fastgpt.logs.metrics import comparable, is_whole, read_records
 from fastgpt.run.directory import is_run
-from fastgpt.terminal import print_line, print_text
+from fastgpt.terminal import print_line, print_text, table
 
 MANIFEST = (
     *("commit", "versions", "device", "on", "ranks", "precision", "compile", "micro_batch", "ops"),
@@ -109,18 +107,14 @@ def facts(a: ComparedRun, b: ComparedRun) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def table(every: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Returns lines of up to 100 columns: what differs, the losses and the speed."""
-    always = ("training", "validation", "speed")
-    shown = {name: x for name, x in every.items() if x[0] != x[1] or name.startswith(always)}
-    first = max(map(len, shown), default=0)
-    width = (100 - first) // 2 - 2
-    lines: list[tuple[str, ...]] = [("", "A", "B")]
-    for name, values in shown.items():
-        short = (re.sub(r"[0-9a-f]{40,}", lambda found: found[0][:16], str(x)) for x in values)
-        lines += zip_longest([name], *(textwrap.wrap(x, width) for x in short), fillvalue="")
-    width = max(len(x) for _, x, _ in lines)
-    return [f"{name:<{first}}  {x:<{width}}  {y}".rstrip() for name, x, y in lines]
+def differences(every: dict[str, tuple[Any, Any]]) -> str:
+    """Returns a table of what differs, the losses and the speed."""
+    rows, always = [("", "A", "B")], ("training", "validation", "speed")
+    for name, values in every.items():
+        if values[0] != values[1] or name.startswith(always):
+            a, b = (re.sub(r"([0-9a-f]{16})[0-9a-f]{24,}", r"\1", str(x)) for x in values)
+            rows.append((name, a, b))
+    return table(rows)
 
 
 def main(argv: list[str]) -> int:
@@ -129,7 +123,7 @@ def main(argv: list[str]) -> int:
     a, b = (ComparedRun(path.expanduser()) for path in asked.runs)
     every, found = facts(a, b), None
     differs = any(x != y and not HARMLESS.fullmatch(name) for name, (x, y) in every.items())
-    said = table(every)
+    said = [differences(every)]
     if any(x != y and None not in (x, y) for name, (x, y) in every.items() if name in TEXT):
         said.append("the texts differ: their losses cannot be compared")
     said.append("the runs differ" if differs else "nothing that decides the result differs")

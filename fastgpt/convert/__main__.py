@@ -19,7 +19,6 @@ from fastgpt.convert.gguf import write_gguf
 from fastgpt.convert.source import open_model
 from fastgpt.convert.target import write_folder, write_run
 from fastgpt.device.device import DTYPES
-from fastgpt.display import command
 from fastgpt.errors import UserError, is_disk_full, reason, run_command
 from fastgpt.files import temporary_name
 from fastgpt.terminal import print_text
@@ -83,7 +82,7 @@ def convert(config: ConvertConfig) -> None:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.command(ConvertConfig, argv, prog=command("python -m fastgpt.convert"))
+    config = flags.command(ConvertConfig, argv, prog="python -m fastgpt.convert")
     convert(config)
     print_text(f"wrote {config.target}")
 

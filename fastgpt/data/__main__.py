@@ -15,7 +15,7 @@ from fastgpt import flags
 from fastgpt.data.corpus import SPLITS, Corpus, open_shards
 from fastgpt.data.verify import check_all
 from fastgpt.errors import UserError, counted, shown_in_one_line
-from fastgpt.terminal import print_text
+from fastgpt.terminal import print_text, table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,18 +53,18 @@ def overview(corpus: Corpus) -> Iterator[str]:
     """Yields lines about a corpus, of which some have a column for each split."""
     tokens, tokenizer = [getattr(corpus, split) for split in SPLITS], corpus.tokenizer
     sizes = [len(t) for t in tokens]
-    table = {"": SPLITS, "tokens": [f"{size:,}" for size in sizes]}
-    table["shards"] = [f"{len(t.paths):,}" for t in tokens]
+    rows = {"": SPLITS, "tokens": [f"{size:,}" for size in sizes]}
+    rows["shards"] = [f"{len(t.paths):,}" for t in tokens]
     if tokenizer.eot_id is not None:
         counts = [len(corpus.document_starts(split)) for split in SPLITS]
-        table["documents"] = [f"{count:,}" for count in counts]
-        table["tokens per document"] = [f"{n / count:,.1f}" for n, count in zip(sizes, counts)]
+        rows["documents"] = [f"{count:,}" for count in counts]
+        rows["tokens per document"] = [f"{n / count:,.1f}" for n, count in zip(sizes, counts)]
     if corpus.manifest:
         lengths = [corpus.manifest["splits"][split]["bytes"] for split in SPLITS]
-        table["bytes of text"] = [f"{length:,}" for length in lengths]
-        table["bytes per token"] = [f"{n / size:.2f}" for n, size in zip(lengths, sizes)]
+        rows["bytes of text"] = [f"{length:,}" for length in lengths]
+        rows["bytes per token"] = [f"{n / size:.2f}" for n, size in zip(lengths, sizes)]
     yield f"{corpus.name} ({corpus.path})"
-    yield from (f"{name:<20}{a:>18}{b:>18}" for name, (a, b) in table.items())
+    yield table(((name, *cells) for name, cells in rows.items()), right=(1, 2))
     end = "none" if tokenizer.eot_id is None else tokenizer.eot_id
     yield (
         f"tokenizer {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}, end of text {end},"

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
 
 from fastgpt import flags
 from fastgpt.config.checks import POSITIVE, check_fields
-from fastgpt.convert.source import OpenedModel, open_model
+from fastgpt.convert.source import open_model
 from fastgpt.device import cpu, device
-from fastgpt.display import command
 from fastgpt.errors import UserError, run_command, writing
 from fastgpt.evaluate.harness import run_tasks
-from fastgpt.evaluate.text import Scorer, read_text, score_text
+from fastgpt.evaluate.text import read_text, score_text
 from fastgpt.files import write_atomically
-from fastgpt.terminal import print_text
+from fastgpt.terminal import print_text, status, table
 
 TaskMetric = tuple[str, str, float, int]
 """Task, metric, value, and the number of examples (of a text: tokens)."""
@@ -53,16 +51,6 @@ class EvaluateConfig:
             raise UserError("nothing to evaluate: expected --tasks or --text")
 
 
-def scorer_of(source: OpenedModel, batch: int, on: str, precision: str) -> Scorer:
-    """Builds a model that was opened on the device `on`; raises `UserError` without a tokenizer."""
-    if on == "cpu":
-        cpu.prepare(compiled=False)
-    return Scorer(
-        tokenizer=source.known_tokenizer(), model=source.build_gpt(on), batch=batch, device=on,
-        autocast=device.autocast(on, precision),
-    )  # fmt: skip
-
-
 def evaluate(config: EvaluateConfig) -> list[TaskMetric]:
     """Scores the text, and runs the tasks.
 
@@ -77,15 +65,18 @@ def evaluate(config: EvaluateConfig) -> list[TaskMetric]:
     on = device.pick_device(config.device, "--device")
     precision = device.pick_precision(config.precision, on, "--precision")
     source = open_model(config.model)
-    scorer = scorer_of(source, config.batch, on, precision)
-    text = read_text(config.text, scorer) if config.text else None
+    if on == "cpu":
+        cpu.prepare(compiled=False)
+    tokenizer, model = source.known_tokenizer(), source.build_gpt(on)
+    text = read_text(config.text, tokenizer) if config.text else None
     rows = []
     if names:
-        options = {"device": on, "precision": precision, "batch": config.batch}
-        rows = _rows(run_tasks(names, source, config.include, **options))
+        how = {"device": on, "precision": precision, "batch": config.batch}
+        rows = _rows(run_tasks(names, source, config.include, **how))
     if text is not None:
-        with Console(stderr=True).status("") as shown:  # on a terminal
-            found, count = score_text(*text, scorer, shown.update)
+        with status() as show:
+            options = {"device": on, "autocast": device.autocast(on, precision), "report": show}
+            found, count = score_text(model, *text, batch=config.batch, **options)
         rows += [(config.text, *score, count) for score in found.items()]
     return rows
 
@@ -101,19 +92,12 @@ def _rows(results: dict) -> list[TaskMetric]:
     ]
 
 
-def table(rows: list[TaskMetric]) -> str:
-    """Lays out the results, one metric a line."""
-    cells = [NAMES, *((*names, f"{x:.4f}", f"{count:,}") for *names, x, count in rows)]
-    w = [max(map(len, column)) for column in zip(*cells)]
-    lines = (f"{a:<{w[0]}}  {b:<{w[1]}}  {c:>{w[2]}}  {d:>{w[3]}}" for a, b, c, d in cells)
-    return "\n".join(lines)
-
-
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.command(EvaluateConfig, argv, prog=command("python -m fastgpt.evaluate"))
+    config = flags.command(EvaluateConfig, argv, prog="python -m fastgpt.evaluate")
     rows = evaluate(config)
-    print_text(table(rows))
+    cells = ((*names, f"{x:.4f}", f"{count:,}") for *names, x, count in rows)
+    print_text(table([NAMES, *cells], right=(2, 3)))
     if config.json is not None:
         # JSON has no infinity
         finite = [(*names, x if math.isfinite(x) else None, count) for *names, x, count in rows]

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,19 +19,7 @@ from fastgpt.model.gpt import GPT
 from fastgpt.parallel.distributed import World
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scorer:
-    """A model in evaluation mode, and how it computes."""
-
-    model: GPT
-    tokenizer: Tokenizer
-    batch: int
-    """Number of texts computed at once."""
-    device: str
-    autocast: AbstractContextManager
-
-
-def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | None]:
+def read_text(path: str, tokenizer: Tokenizer) -> tuple[np.ndarray | Tokens, float | None]:
     """Reads the held-out tokens of a prepared dataset, or all of a text, a file or a folder.
 
     Returns:
@@ -43,8 +30,7 @@ def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | N
         UserError: it cannot be read or has fewer than 2 tokens, or the dataset was made with
             another tokenizer.
     """
-    tokenizer, folder = scorer.tokenizer, Path(path).expanduser()
-    if has_shards(folder):
+    if has_shards(folder := Path(path).expanduser()):
         corpus = open_shards(folder, tokenizer="auto")
         if not same_tokenizer(corpus.tokenizer, tokenizer):
             raise UserError(
@@ -66,23 +52,22 @@ def read_text(path: str, scorer: Scorer) -> tuple[np.ndarray | Tokens, float | N
 
 
 def score_text(
-    tokens: np.ndarray | Tokens, bytes_per_token: float | None, scorer: Scorer,
-    report: Callable[[str], None] = lambda _: None,
+    model: GPT, tokens: np.ndarray | Tokens, bytes_per_token: float | None, *,
+    batch: int, device: str, autocast: AbstractContextManager, report: Callable[[str], None],
 ) -> tuple[dict[str, float], int]:  # fmt: skip
     """Computes loss, perplexity and, where the size is known, bits per byte; counts the targets.
 
     The windows are those of the harness: each of the tokens (N,) but the first is scored once, and
-    the last window reaches back to fill the context.
+    the last window reaches back to fill the context; `batch` of them are computed at once.
     """
-    context = min(scorer.model.config.context, max(1, len(tokens) - 1))
-    batch = min(scorer.batch, -(-len(tokens) // context))
+    context = min(model.config.context, max(1, len(tokens) - 1))
+    batch = min(batch, -(-len(tokens) // context))
     batches = eval_batches(
         tokens, context=context, micro_batch=batch, rank=0, world_size=1, max_tokens=0
     )
     loss, count = mean_loss(
-        scorer.model, batches, world=World(), device=scorer.device, autocast=scorer.autocast,
-        report=report,
-    )  # fmt: skip
+        model, batches, world=World(), device=device, autocast=autocast, report=report
+    )
     found = {"loss": loss, "perplexity": perplexity(loss)}
     if bytes_per_token is not None:
         found["bits_per_byte"] = loss / math.log(2) / bytes_per_token

@@ -8,7 +8,6 @@ import tyro
 
 from fastgpt import flags
 from fastgpt.config.checks import check_fields
-from fastgpt.display import command
 from fastgpt.errors import UserError, run_command
 from fastgpt.report.page import require_bokeh, write_report
 from fastgpt.terminal import print_text
@@ -35,7 +34,7 @@ class ReportConfig:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.command(ReportConfig, argv, prog=command("python -m fastgpt.report"))
+    config = flags.command(ReportConfig, argv, prog="python -m fastgpt.report")
     require_bokeh()
     folder = config.runs[0] if len(config.runs) == 1 else Path()
     out = folder / "report.html" if config.out is None else config.out

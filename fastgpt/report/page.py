@@ -15,11 +15,11 @@ from fastgpt.commands import install_command, resume_command, sample_command
 from fastgpt.config.checks import flag
 from fastgpt.config.config import flat
 from fastgpt.config.recipes import RECIPES
-from fastgpt.display import short
 from fastgpt.errors import UserError, counted, reason, writing
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.files import write_atomically
 from fastgpt.report.data import POINTS, Run, evenly, read_run
+from fastgpt.terminal import short
 
 MAX_ROWS = 40
 """Most rows in the table of logged figures."""

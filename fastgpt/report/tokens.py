@@ -12,13 +12,13 @@ from fastgpt.convert.source import OpenedModel, read
 from fastgpt.data.dataset import open_data
 from fastgpt.data.shards import Tokens
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, same_tokenizer
-from fastgpt.display import PrepareProgress
+from fastgpt.device import cpu
 from fastgpt.errors import UserError, counted
-from fastgpt.evaluate.__main__ import scorer_of
 from fastgpt.evaluate.text import read_text
 from fastgpt.files import data_dir
 from fastgpt.model.gpt import GPT
 from fastgpt.report.data import Run
+from fastgpt.terminal import preparing
 
 MOST_TOKENS = 1000
 LIKELIEST = 5
@@ -35,13 +35,14 @@ def coloured_text(run: Run, text: str) -> dict[str, Any]:
     """
     source = read(str(run.checkpoint))
     run.notes.extend(source.warnings)
-    scorer = scorer_of(source, 1, "cpu", "fp32")
-    decode = scorer.tokenizer.decode
-    all_ids = read_text(text, scorer)[0] if text else _validation(run, source, scorer.tokenizer)
+    cpu.prepare(compiled=False)
+    tokenizer, model = source.known_tokenizer(), source.build_gpt("cpu")
+    decode = tokenizer.decode
+    all_ids = read_text(text, tokenizer)[0] if text else _validation(run, source, tokenizer)
     ids = all_ids[: MOST_TOKENS + 1].astype(np.int64)
     if len(ids) < 2:
         raise UserError(f"the text has {counted(len(ids), 'token')}: expected at least 2")
-    losses, log_p, likeliest = token_losses(scorer.model, torch.from_numpy(ids))
+    losses, log_p, likeliest = token_losses(model, torch.from_numpy(ids))
 
     def after(before: int, token: int) -> str:
         """Decodes a token that follows another one; alone it may lack the space before it."""
@@ -76,7 +77,7 @@ def _validation(run: Run, source: OpenedModel, tokenizer: Tokenizer) -> Tokens:
     if kind == "prepared":
         folder = data_dir() / (name or "gpt2")
         where = str(folder) if name or folder.exists() else "builtin"
-    with PrepareProgress() as report:
+    with preparing() as report:
         opened = open_data(data, where, report)
     if not same_tokenizer(opened.tokenizer, tokenizer):
         raise UserError(f"{data.source} was tokenized in another way than the run")

@@ -20,74 +20,12 @@ from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError, reason
 from fastgpt.files import parse_json
 from fastgpt.model.gpt import GPT
-from fastgpt.sampling import templating
-from fastgpt.sampling.streaming import stream
-from fastgpt.sampling.templating import CHATML, Messages
-from fastgpt.terminal import print_line, print_stream
+from fastgpt.sampling.streaming import print_stream, stream
+from fastgpt.sampling.templating import EXTERNAL, Messages, Part, Template
+from fastgpt.terminal import print_line
 
-Part = tuple[str | None, bool]
-"""Part of a rendered conversation, None for the end of text before it, and whether it is learnt."""
 Encoded = tuple[np.ndarray, np.ndarray]
 """Ids of a conversation (N,) int64, and which of them are learnt (N,) bool."""
-EXTERNAL = "{% set bos_token = "
-"""Beginning of a template that writes all of a conversation, even what begins it."""
-
-
-class Template:
-    """Chat template in Jinja, which runs in Jinja's sandbox.
-
-    Raises:
-        UserError: it is no template.
-    """
-
-    def __init__(self, text: str = CHATML) -> None:
-        self.text = text
-        self.render(None)
-
-    def render(self, messages: Messages | None, *, answering: bool = False) -> str:
-        """Returns the text of messages, with `answering` up to where the next answer begins."""
-        try:
-            return templating.render(self.text, messages, answering)
-        except Exception as error:  # a template may do anything
-            refusal = "cannot be read" if messages is None else "refuses the messages"
-            raise UserError(f"the chat template {refusal}: {reason(error)}") from error
-
-    def pieces(self, messages: Messages) -> Iterator[Part]:
-        """Yields the text of a conversation, cut where answers begin and end.
-
-        The last piece asks for an answer, if the last message is not one; it is the only one of a
-        template from elsewhere, so that the ids match transformers'.
-
-        Raises:
-            UserError: the template writes a conversation anew when it goes on.
-        """
-        external = self.text.startswith(EXTERNAL)
-        if external and messages[-1]["role"] != "assistant":
-            yield self.render(messages, answering=True), False
-            return
-        if not external:
-            yield None, False
-        done = ""
-        for end, message in enumerate(messages):
-            answers = message["role"] == "assistant"
-            if not answers and end + 1 < len(messages):
-                continue
-            asked = self.render(messages[: end + (not answers)], answering=True)
-            full = self.render(messages[: end + 1]) if answers else asked
-            if not (asked.startswith(done) and full.startswith(asked)):
-                raise UserError(
-                    "the chat template changes earlier turns when a conversation goes on: expected"
-                    " one that only adds text"
-                )
-            yield asked[len(done) :], False
-            if answers:
-                yield full[len(asked) :], True
-            done = full
-
-    def end_of_turn(self) -> str:
-        """Returns what follows an answer, without white space around it; may be empty."""
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\ue000"}]
-        return self.render(turns).rpartition("\ue000")[2].strip()
 
 
 def template_of(files: Mapping[str, str]) -> Template | None:
@@ -209,11 +147,16 @@ def open_conversations(
         try:
             if line.strip():
                 messages = _messages(parse_json(line))
-                encoded.append(_encoded(messages, tokenizer, template, context))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: not JSON ({error})") from error
-        except UserError as error:
-            raise UserError(f"{path}, line {number}: {error}") from error
+                refuse_special(tokenizer, template, messages)
+                encoded.append(encode(tokenizer, template.pieces(messages)))
+                if (size := len(encoded[-1][0])) > context + 1:
+                    raise UserError(
+                        f"the conversation has {size:,} tokens: expected at most {context + 1:,},"
+                        f" for a --model.context of {context:,}"
+                    )
+        except (ValueError, UserError) as error:
+            said = error if isinstance(error, UserError) else f"not JSON ({error})"
+            raise UserError(f"{path}, line {number}: {said}") from error
     if len(encoded) < 2:
         raise UserError(f"{path} has {len(encoded)} conversations: expected two or more")
     held = min(len(encoded) - 1, max(1, round(len(encoded) * val_fraction)))
@@ -259,17 +202,6 @@ def refuse_special(tokenizer: Tokenizer, template: Template, messages: Messages)
             raise UserError(f"a message contains {name}, with which it could end its turn")
 
 
-def _encoded(messages: Messages, tokenizer: Tokenizer, template: Template, context: int) -> Encoded:
-    refuse_special(tokenizer, template, messages)
-    ids, learnt = encode(tokenizer, template.pieces(messages))
-    if len(ids) > context + 1:
-        raise UserError(
-            f"the conversation has {len(ids):,} tokens: expected at most {context + 1:,}, for a"
-            f" --model.context of {context:,}"
-        )
-    return ids, learnt
-
-
 # --- talking --------------------------------------------------------------------------------------
 
 
@@ -286,11 +218,10 @@ def talk(model: GPT, tokenizer: Tokenizer, template: Template, **options: Any) -
         while len(ids := encode(tokenizer, template.pieces(messages))[0]) >= context:
             if len(messages) == 1:
                 print_line(f"{len(ids):,} tokens are more than the context of {context:,}")
-            messages = messages[2:]
-            if not messages:
+                messages = []
                 break
-        if not messages:
-            continue
-        pieces = stream(model, tokenizer, torch.from_numpy(ids), strip=True, **options)
-        said = print_stream(map(str, pieces), interruptible=True)
-        messages.append({"role": "assistant", "content": said})
+            messages = messages[2:]
+        if messages:
+            pieces = stream(model, tokenizer, torch.from_numpy(ids), strip=True, **options)
+            said = print_stream(map(str, pieces), interruptible=True)
+            messages.append({"role": "assistant", "content": said})

@@ -1,6 +1,6 @@
 """Text that appears while it is generated."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from fastgpt.errors import UserError
 from fastgpt.model.generation import OPTIONS, check_options, check_tokens, draw, following
 from fastgpt.model.gpt import GPT
 from fastgpt.sampling.text import encode_prompt, stop_strings
-from fastgpt.terminal import REPLACEMENT
+from fastgpt.terminal import REPLACEMENT, print_text
 
 UNFINISHED = 3
 """Most tokens, and replacement characters in their place, that may yet become one character."""
@@ -157,3 +157,22 @@ def stream(
         yield piece
         if piece.finish:
             break
+
+
+def print_stream(pieces: Iterable[str], *, interruptible: bool = False) -> str:
+    """Prints text as it comes, as `print_text` does, and returns it.
+
+    Ctrl-C ends the program, or if `interruptible` the text.
+    """
+    said = held = ""
+    try:
+        for piece in pieces:
+            said, held = said + piece, held + piece
+            if not held.endswith("\r"):  # a newline may follow
+                print_text(held, end="")
+                held = ""
+    except KeyboardInterrupt:
+        if not interruptible:
+            raise
+    print_text(held)
+    return said

@@ -1,6 +1,6 @@
 """Text sampled from a model: prompts encoded, continued in one batch, and decoded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,6 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, name: str = "the prompt") -
     if not len(ids):
         raise UserError(f"{name} is empty: expected some text")
     return torch.from_numpy(ids.astype(np.int64))
-
-
-def warn_if_cut(ids: Tensor, context: int, name: str, warn: Callable[[str], None]) -> None:
-    """Warns of a prompt, called `name`, whose beginning the model does not see."""
-    if len(ids) > context:
-        warn(f"{name} has {len(ids):,} tokens: the model sees the last {context:,}, its context")
 
 
 def stop_strings(stop: str | Sequence[str]) -> list[str]:

@@ -15,7 +15,6 @@ from fastgpt.commands import install_command
 from fastgpt.config.checks import Range, check_fields
 from fastgpt.convert.source import open_model
 from fastgpt.device import device
-from fastgpt.display import command
 from fastgpt.errors import UserError, reason, run_command
 from fastgpt.sampling.chat import template_of
 from fastgpt.terminal import print_line
@@ -64,7 +63,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
-    config = flags.command(ServeConfig, argv, prog=command("python -m fastgpt.serve"))
+    config = flags.command(ServeConfig, argv, prog="python -m fastgpt.serve")
     try:
         import uvicorn
 

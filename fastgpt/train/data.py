@@ -12,10 +12,10 @@ from fastgpt.data.items import Data, MapCorpus
 from fastgpt.data.order import SampleOrder
 from fastgpt.data.sources import resolve_source
 from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
-from fastgpt.display import PrepareProgress
 from fastgpt.errors import UserError, counted
 from fastgpt.parallel.distributed import World
 from fastgpt.sampling.chat import open_conversations
+from fastgpt.terminal import preparing
 from fastgpt.train import init_from
 from fastgpt.train.init_from import Warn
 
@@ -42,7 +42,7 @@ def open_for_run(
         ends = config.data.align != "none" or config.model.document_mask  # bytes have none
         documents = "gpt2" if ends or (config.model.vocab_size or 0) >= GPT2_TOKENS else "bytes"
         settings = init_from.with_tokenizer(config, source)
-        with PrepareProgress(quiet=not world.is_main) as report:
+        with preparing(quiet=not world.is_main) as report:
             return open_data(settings, where, report, documents=documents)
 
     def open_first() -> None:

@@ -12,7 +12,6 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.checkpoint import Saver
 from fastgpt.config.config import to_json
 from fastgpt.device import device
-from fastgpt.display import Display, short
 from fastgpt.errors import counted
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.faults import watchdog
@@ -22,6 +21,7 @@ from fastgpt.model.flops import MFU_CONVENTION, flops_per_token
 from fastgpt.run import directory, manifest
 from fastgpt.run.directory import RunLock
 from fastgpt.sampling.text import encode_prompt, sample_text
+from fastgpt.terminal import Display, short
 from fastgpt.train import init_from
 from fastgpt.train.build import Run
 from fastgpt.train.data import sample_prompt

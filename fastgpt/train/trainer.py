@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ from fastgpt.config.checks import flag
 from fastgpt.config.config import Config, by_name
 from fastgpt.data.items import Data
 from fastgpt.device import device
-from fastgpt.display import Display, duration
 from fastgpt.errors import UserError
 from fastgpt.faults import watchdog
 from fastgpt.logs.metrics import check_trackers
@@ -23,6 +23,7 @@ from fastgpt.parallel import distributed
 from fastgpt.parallel.distributed import World
 from fastgpt.parallel.signals import Stopped, StopSignal
 from fastgpt.run import directory
+from fastgpt.terminal import Display
 from fastgpt.train.build import Run, build
 from fastgpt.train.optim import lr_ratio
 from fastgpt.train.plan import resolve
@@ -148,7 +149,7 @@ class Trainer:
         marked = f"; best val loss {loss:.4f} at step {step}: {best}" if loss < math.inf else ""
         return [
             f"done after step {steps}: {run_dir.absolute()}",
-            f"it took {duration(seconds)}{marked}",
+            f"it took {timedelta(seconds=round(seconds))}{marked}",
             f"to sample from it: {sample_command(run_dir)}{chat}",
             f"to train longer: {resume} --steps {2 * steps}",
         ]

@@ -13,7 +13,7 @@ from fastgpt.errors import UserError
     ("name", "argv", "message"),
     [
         ("__main__", "--rounds many", "--rounds is ['many']: expected an integer or None"),
-        ("__main__", "--quik", "Unrecognized options: --quik; Perhaps you meant: --quick"),
+        ("__main__", "--quik", "unknown flag '--quik'; did you mean '--quick'?"),
         ("__main__", "--only step/nothing", "step/nothing: expected step/shakespeare-cpu"),
         ("step", "--starts 3", "--starts is '3': expected"),
         ("step", "gpt3", "unknown recipe 'gpt3'"),
@@ -26,7 +26,7 @@ from fastgpt.errors import UserError
         ("cpu", "--recipes gpt2", "--recipes gpt2: expected some of baby, "),
         ("cpu", "--processes bayb", "unknown recipe 'bayb'; did you mean 'baby'"),
         ("cpu", "--rounds 0", "--rounds is 0: expected 1 or more"),
-        ("race", "", "Missing from python -m bench.race: --nanogpt PATH"),
+        ("race", "", "missing: --nanogpt (see python -m bench.race --help)"),
         ("host", "--calls 0", "--calls is 0"),
         ("host", "--rounds 1", "--rounds is 1: expected 1 or more, 2 or more"),
         ("reproduce", "--device gpu", "--device is 'gpu': expected"),

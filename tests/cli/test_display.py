@@ -1,15 +1,24 @@
 """The terminal is readable at any width, and loss.png shows the loss of the run."""
 
+import fcntl
 import io
 import logging
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
 from contextlib import suppress
 
 import pytest
 from rich.console import Console
 
-from fastgpt import display, terminal
+from fastgpt import terminal
 from fastgpt.errors import UserError, shown_in_one_line
 from fastgpt.logs import metrics
+from tests.processes import ROOT
 
 RECORD = {
     "step": 1234, "train_loss": 2.3456, "tok_per_s": 123456.0, "mfu": 0.2, "epoch": 1.2,
@@ -21,7 +30,7 @@ FIGURES = ("loss 2.3456  val 2.5000  123.5k tok/s  MFU 20.0%  epoch 1.20  grad n
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_the_step_and_its_most_important_figures_fit_into_any_terminal(width):
-    shows = display.Display()
+    shows = terminal.Display()
     file = io.StringIO()
     shows.console = Console(file=file, force_terminal=True, width=width, color_system=None)
     shows.start(0, 5000)
@@ -39,7 +48,7 @@ def test_the_step_and_its_most_important_figures_fit_into_any_terminal(width):
 
 
 def test_a_terminal_breaks_facts_and_figures_between_words_and_no_command():
-    shows = display.Display()
+    shows = terminal.Display()
     shows.console = Console(file=io.StringIO(), force_terminal=True, width=24, color_system=None)
     shows.header({"model": "19 activations"})
     shows.line("step      9  val loss 2.3456")
@@ -51,12 +60,83 @@ def test_a_terminal_breaks_facts_and_figures_between_words_and_no_command():
 
 
 def test_a_log_file_has_a_line_for_each_record_and_none_for_what_is_done_between(capsys):
-    shows = display.Display()
+    shows = terminal.Display()
     shows.start(0, 5000)
     shows.doing("evaluating")
     shows.step(RECORD, 5000, 100)
     figures = FIGURES.replace("val 2.5000  ", "")
-    assert capsys.readouterr().out == f"step   1234/5000  {figures}  1 min 40 s left\n"
+    assert capsys.readouterr().out == f"step   1234/5000  {figures}  0:01:40 left\n"
+
+
+# --- a terminal of any width, and a pipe ----------------------------------------------------------
+
+SCRIPT = """
+from fastgpt.terminal import Display, preparing, print_line, print_text, table
+words = " ".join(f"word{i}" for i in range(40))
+shows = Display()
+shows.header({"model": words})
+shows.warn("warned")
+shows.start(0, 9)
+shows.step({"step": 3, "train_loss": 1.0, "tok_per_s": 5.0, "grad_norm": 1.0, "mfu": 0.1,
+            "epoch": 0.1, "lr": 0.1, "data_wait": 0.0}, 9, 65.0)
+shows.sample(words)
+shows.stop()
+with preparing() as report:
+    report(1234)
+print_text(table([("", "A"), ("name", words)]))
+print_line("error: wrong")
+"""
+
+
+def in_terminal(width, **env):
+    """Runs the script in a terminal, and returns what it writes there."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TERM": "xterm"} | env
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=its, stdout=its, stderr=its, env=env
+    ):
+        os.close(its)
+        written = b""
+        with suppress(OSError):  # at the end
+            while piece := os.read(ours, 65536):
+                written += piece
+    os.close(ours)
+    return written.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_terminal_breaks_lines_between_words_and_has_its_own_colours(width):
+    written = in_terminal(width)
+    assert "38;" not in written  # neither RGB nor one of 256 colours
+    assert "\x1b[33mwarning: warned" in written
+    assert "\x1b[31merror: wrong" in written
+    assert "0:01:05 left step 3/9  loss 1.0000" in written
+    lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", written).replace("\r", "\n").splitlines()
+    assert width - 12 < max(map(len, lines)) <= width
+    found = re.findall(r"word\w*", "\n".join(lines))
+    assert found == 3 * [f"word{i}" for i in range(40)]
+
+
+def test_colours_are_off_where_people_want_none_and_a_dumb_terminal_gets_lines():
+    assert re.findall(r"\x1b\[3\d", in_terminal(80, NO_COLOR="1")) == []
+    written = in_terminal(80, TERM="dumb")
+    assert "\x1b" not in written
+    assert "\nstep      3/9  loss 1.0000" in written
+
+
+@pytest.mark.parametrize("env", [{}, {"FORCE_COLOR": "1"}])
+def test_a_pipe_gets_whole_lines_and_no_control_codes_but_asked_for_colours(env):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "COLUMNS": "60"} | env,
+    )  # fmt: skip
+    for text in (done.stdout, done.stderr):
+        assert {*re.findall(r"\x1b.\d*.?", text)} <= (
+            {"\x1b[33m", "\x1b[31m", "\x1b[0m"} if env else set()
+        )
+    assert sum(line.endswith(" word39") for line in done.stdout.splitlines()) == 3
+    assert "preparing" not in done.stderr
 
 
 # --- control characters ---------------------------------------------------------------------------
@@ -75,9 +155,9 @@ def fails(also_logs):
     ("act", "said"),
     [
         (lambda: fails(logging.lastResort), f"warning: {SHOWN}error: {LINE}"),
-        (lambda: display.Display().line(HOSTILE), SHOWN),
-        (lambda: display.Display().warn(HOSTILE), f"warning: {LINE}"),
-        (lambda: display.Display().header({"data": HOSTILE}), f"data        {LINE}"),
+        (lambda: terminal.Display().line(HOSTILE), SHOWN),
+        (lambda: terminal.Display().warn(HOSTILE), f"warning: {LINE}"),
+        (lambda: terminal.Display().header({"data": HOSTILE}), f"data        {LINE}"),
         (lambda: terminal.print_text(f"\u200c\u3000\r\n\t{HOSTILE}"), f"\u200c\u3000\n\t{SHOWN}"),
     ],
 )  # fmt: skip
@@ -95,7 +175,7 @@ def test_no_control_character_reaches_a_terminal(act, said, monkeypatch):
 def test_generated_text_is_exact_in_a_file_and_harmless_on_a_terminal(capsys):
     terminal.print_text("\x1b[1m\r\n")
     assert capsys.readouterr().out == "\x1b[1m\r\n\n"
-    display.Display().sample("ab�\x00")
+    terminal.Display().sample("ab�\x00")
     assert "\nab��\n" in capsys.readouterr().out
 
 

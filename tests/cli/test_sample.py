@@ -90,7 +90,7 @@ def test_products_have_the_precision_asked_for(sample, precision, monkeypatch):
         (("--prompt", "the", "--kernels", "triton"), None),
         (
             ("--max-tokens", "9"),
-            "Unrecognized options: --max-tokens, 9; Perhaps you meant: --tokens",
+            "unknown flag '--max-tokens'; did you mean '--tokens'?",
         ),
         (("--precision", "fp16"), "--precision is fp16, which needs CUDA: expected fp32 or bf16"),
         (("--top-k", "0"), "--top-k is 0: expected 1 or more"),

@@ -19,7 +19,8 @@ from fastgpt.convert.source import read
 from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers.huggingface import LETTERS, JsonTokenizer
 from fastgpt.errors import UserError
-from fastgpt.sampling.chat import CHATML, encode, template_of
+from fastgpt.sampling.chat import encode, template_of
+from fastgpt.sampling.templating import CHATML
 from fastgpt.train.build import build
 from fastgpt.train.plan import resolve
 from tests.convert.models import OURS, converted, files, saved, saved_run, theirs

@@ -110,7 +110,7 @@ def test_verify_finds_what_size_and_time_hide(stories, shown, error):
     [
         (["nowhere"], "nowhere: no such folder"),
         (["."], ". has no *train*.bin or *val*.bin: expected a manifest.json"),
-        (["{}", "--excerpts", "2"], "Unrecognized options: --excerpts"),
+        (["{}", "--excerpts", "2"], "unknown flag '--excerpts'"),
     ],
 )
 def test_bad_input_is_one_line(stories, error, argv, said, tmp_path, monkeypatch):

@@ -57,7 +57,9 @@ def test_a_cpu_is_set_up_as_for_training_and_progress_is_shown(folders, tmp_path
 
 
 def test_an_infinite_perplexity_is_null_in_json(folders, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "score_text", lambda *_: ({"perplexity": math.inf, "x": 0.5}, 52))
+    monkeypatch.setattr(
+        command, "score_text", lambda *_, **__: ({"perplexity": math.inf, "x": 0.5}, 52)
+    )
     (text := tmp_path / "a.txt").write_text("the cat sat on the mat")
     assert [row["value"] for row in results(folders[0], "--text", str(text))] == [None, 0.5]
     out = capsys.readouterr().out

@@ -14,8 +14,9 @@ from fastgpt.convert.source import read
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.data.tokenizers.huggingface import JsonTokenizer
 from fastgpt.errors import UserError
-from fastgpt.sampling.chat import CHATML, Rows, Template, encode, open_conversations, template_of
+from fastgpt.sampling.chat import Rows, Template, encode, open_conversations, template_of
 from fastgpt.sampling.streaming import GeneratedText
+from fastgpt.sampling.templating import CHATML
 from fastgpt.sampling.text import encode_prompt
 from fastgpt.train.build import build
 from fastgpt.train.plan import resolve

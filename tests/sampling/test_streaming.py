@@ -13,9 +13,8 @@ import fastgpt
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, IdTokenizer
 from fastgpt.data.tokenizers.huggingface import JsonTokenizer, train_bpe, train_wordpiece
 from fastgpt.sampling.chat import Template, talk
-from fastgpt.sampling.streaming import GeneratedText
+from fastgpt.sampling.streaming import GeneratedText, print_stream
 from fastgpt.sampling.text import sample_text
-from fastgpt.terminal import print_stream
 from tests.models import sharp
 
 TEXTS = ["the cat sat on the mat; \u4e2d\u6587, caf\u00e9 \U0001f600 and don't. " * 3]

@@ -25,12 +25,12 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.device import device
-from fastgpt.display import Display
 from fastgpt.logs.metrics import MetricsLog, plot_losses, read_records
 from fastgpt.model.flops import flops_per_token
 from fastgpt.model.gpt import GPT
 from fastgpt.ops import tables
 from fastgpt.parallel import signals
+from fastgpt.terminal import Display
 from fastgpt.train.build import build
 from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer
@@ -346,7 +346,7 @@ def test_name_is_the_recipe_and_the_time(tiny, tmp_path, monkeypatch):
 def test_a_run_tells_its_time_both_rates_and_a_warmup_that_it_does_not_end(fit, capfd):
     run = fit("--steps 14 --optim.warmup-steps 28 --log-every 2 --eval-every 0")
     out = capfd.readouterr().out
-    told = re.findall(r"^step +(\d+)/14 .*  \d+ s left$", out, re.M)
+    told = re.findall(r"^step +(\d+)/14 .*  0:00:\d\d left$", out, re.M)
     assert told == ["2", "4", "6", "8", "10", "12"]
     assert "warning: --optim.warmup-steps is 28, but the run has 14 steps" in out
     assert series(run, "lr")[14] == 4e-3 * 14 / 28
@@ -379,7 +379,7 @@ def test_terminal_shows_the_run(tiny, tmp_path, monkeypatch, capfd):
         f"to sample from it: {sys.executable} -m fastgpt.sample {tmp_path / 'run'}",
         f"to train longer: {sys.executable} {ROOT / 'train.py'} --resume {tmp_path / 'run'}",
     ]
-    assert [re.sub(r" \d+ s;", " S;", line).split(" --steps")[0] for line in lines[-4:]] == end
+    assert [re.sub(r" 0:00:\d\d;", " S;", line).split(" --steps")[0] for line in lines[-4:]] == end
     assert err == ""
     assert "\x1b" not in out, "colours and bars are for terminals"
 
