@@ -10,15 +10,17 @@ import numpy as np
 
 from fastgpt.config.config import Config
 from fastgpt.convert.saved import saved_config
-from fastgpt.errors import UserError, reason
+from fastgpt.errors import UserError, counted, reason
 from fastgpt.files import parse_json
 from fastgpt.logs.metrics import comparable, is_whole, read_records
 from fastgpt.run.directory import is_run
 
 POINTS = 2000
 SAMPLES, SAMPLE_LENGTH = 24, 4000
+RISEN = 0.01
+"""Share of the validation loss by which it must have risen to be called overfitting."""
 LOGGED = ("step", "tokens", "epoch", "train_loss", "val_loss", "val_tokens", "val_bits_per_byte",
-          "lr", "grad_norm", "tok_per_s", "mfu", "peak_memory_gib")  # fmt: skip
+          "lr", "muon_lr", "grad_norm", "tok_per_s", "mfu", "peak_memory_gib")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +40,6 @@ class Run:
     def finite(self, name: str) -> np.ndarray:
         """Returns the finite values of a figure, in order."""
         return self.columns[name][np.isfinite(self.columns[name])]
-
-    def median(self, name: str) -> float:
-        return float(np.median(self.finite(name))) if len(self.finite(name)) else np.nan
 
     @property
     def best(self) -> int:
@@ -67,56 +66,43 @@ def read_run(path: Path, label: str) -> Run:
     if not is_run(path):
         what = "is not a run" if path.exists() else "does not exist"
         raise UserError(f"RUN {path} {what}: expected the folder of a run, such as runs/NAME")
-    config, notes, manifest = saved_config(path), list[str](), {}
-    records = _records(path / "metrics.jsonl")
-    columns = _columns(records)
-    evaluated = set(columns["step"][np.isfinite(columns["val_loss"])].tolist())
-    samples = _samples(path / "samples.txt", evaluated)
+    notes, manifest, of_step = list[str](), dict[str, Any](), dict[int, dict[str, Any]]()
+    for record in filter(is_whole, read_records(path / "metrics.jsonl")):
+        of_step.setdefault(record["step"], {}).update(record)  # an evaluation has one of its own
+    columns = _columns([of_step[step] for step in sorted(of_step)])
+    evaluated = columns["step"][np.isfinite(columns["val_loss"])]
     try:
-        manifest = dict(parse_json((path / "manifest.json").read_text(errors="replace")))
+        manifest |= parse_json((path / "manifest.json").read_text(errors="replace"))
     except (OSError, ValueError, TypeError) as error:
         notes.append(f"manifest.json cannot be read ({reason(error)}): the machine is unknown.")
-    run = Run(path=path, label=label, config=config, manifest=manifest, columns=columns,
-              samples=samples, notes=notes)  # fmt: skip
-    if run.last_step < config.steps:
-        progress = f"{run.last_step:,} of {config.steps:,} steps"
+    run = Run(path=path, label=label, config=saved_config(path), manifest=manifest, notes=notes,
+              columns=columns, samples=_samples(path / "samples.txt", {*evaluated}))  # fmt: skip
+    if run.last_step < run.config.steps:
+        progress = f"{run.last_step:,} of {run.config.steps:,} steps"
         notes.append(f"The run has logged {progress}: it is still training, or was stopped.")
-    losses = {r["step"]: r["train_loss"] for r in records if "train_loss" in r}
-    broken = [step for step, loss in losses.items() if loss is None or not np.isfinite(loss)]
+    losses = [(step, r["train_loss"]) for step, r in of_step.items() if "train_loss" in r]
+    broken = [step for step, loss in losses if loss is None or not np.isfinite(loss)]
     if broken:
         some = f"{len(broken):,} of {len(losses):,} logged training losses are not finite"
-        notes.append(f"{some}, the first one at step {broken[0]:,}: no curve shows them.")
-    if not samples:
+        notes.append(f"{some}, the first one at step {min(broken):,}: no curve shows them.")
+    if not run.samples:
         notes.append("There are no samples: a run makes them with its evaluations.")
     return run
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """Reads metrics.jsonl: one record for each step, in order."""
-    of_step = dict[int, dict[str, Any]]()
-    for record in filter(is_whole, read_records(path)):  # an evaluation has one of its own
-        of_step.setdefault(record["step"], {}).update(record)
-    return [of_step[step] for step in sorted(of_step)]
-
-
 def _columns(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns the figures, `compared` validation losses, `smoothed` losses, and the `seconds`."""
-    columns = dict[str, np.ndarray]()
-    for name in LOGGED:
-        values = [record.get(name) for record in records]
-        columns[name] = np.array(
-            [x if isinstance(x, int | float) else np.nan for x in values], float
-        )
+    """Returns the figures, `compared` validation losses, `smoothed` losses, and the `minutes`."""
+    known = [{k: x for k, x in r.items() if isinstance(x, int | float)} for r in records]
+    columns = {name: np.array([r.get(name, np.nan) for r in known], float) for name in LOGGED}
     val_losses = {record["step"]: record["val_loss"] for record in comparable(records)}
     columns["compared"] = np.array([val_losses.get(r["step"], np.nan) for r in records], float)
     columns["compared"][~np.isfinite(columns["val_loss"])] = np.nan
     logged, columns["smoothed"] = np.isfinite(columns["train_loss"]), columns["step"] * np.nan
-    if logged.any():
-        columns["smoothed"][logged] = _smoothed(columns["train_loss"][logged])
+    columns["smoothed"][logged] = _smoothed(columns["train_loss"][logged])
     timed = columns["tok_per_s"] > 0
-    ends = np.concatenate([[0.0], np.maximum.accumulate(columns["tokens"][timed])])
-    spent = np.cumsum(np.diff(ends) / columns["tok_per_s"][timed])
-    columns["seconds"] = np.interp(columns["tokens"], ends, [0.0, *spent])
+    ends = np.maximum.accumulate([0.0, *columns["tokens"][timed]])
+    spent = np.cumsum(np.diff(ends) / columns["tok_per_s"][timed]) / 60
+    columns["minutes"] = np.interp(columns["tokens"], ends, [0.0, *spent])
     return columns
 
 
@@ -154,3 +140,27 @@ def thinned(values: np.ndarray, most: int = POINTS) -> np.ndarray:
     bins = np.array_split(known, most // 2)
     extremes = [part[at(values[part])] for part in bins for at in (np.argmin, np.argmax)]
     return np.unique([known[0], *extremes, known[-1]])
+
+
+def finding(run: Run) -> str:
+    """Says in words how the validation loss went, and since when the model has overfitted."""
+    losses, compared = run.columns["val_loss"], run.columns["compared"]
+    at, differing, other = np.isfinite(compared), np.isfinite(losses) & (losses != compared), ""
+    step, loss, size = (run.columns[name][at] for name in ("step", "compared", "val_tokens"))
+    if at.any() and differing.any():
+        names = ("step", "val_tokens", "val_loss")
+        when, used, alone = (run.columns[name][differing][-1] for name in names)
+        other = f" At step {when:,.0f} the loss over {used:,.0f} tokens was {alone:.4f},"
+        other += f" not comparable with those over {size[0]:,.0f}."
+    if len(loss) < 3:
+        few = counted(len(loss), "comparable evaluation")
+        return f"{few} of the validation loss: too few to tell whether the model overfits.{other}"
+    best = int(loss.argmin())
+    said = f"The validation loss was lowest at step {step[best]:,.0f}: {loss[best]:.4f}"
+    if best == len(loss) - 1:
+        return f"{said}, the last of its kind. It did not rise.{other}"
+    said += f"; at step {step[-1]:,.0f} it was {loss[-1]:.4f}"
+    if loss[-1] > loss[best] * (1 + RISEN):
+        note = "; the weights of then are in checkpoints/best" * (run.checkpoint.name == "best")
+        return f"{said}. The model has overfitted since step {step[best]:,.0f}{note}.{other}"
+    return f"{said}, about the same: no clear sign of overfitting.{other}"

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from html import unescape
 
 import numpy as np
 import pytest
@@ -11,9 +12,8 @@ import torch
 from fastgpt.convert.source import load
 from fastgpt.errors import UserError, run_command
 from fastgpt.report import __main__ as command
-from fastgpt.report.data import POINTS, SAMPLES, read_run, thinned
-from fastgpt.report.page import finding
-from fastgpt.report.tokens import token_losses
+from fastgpt.report.data import POINTS, SAMPLES, finding, read_run, thinned
+from fastgpt.report.tokens import VISIBLE, token_losses
 from tests.processes import ended
 from tests.runs import one_line_error
 
@@ -29,7 +29,11 @@ def page_of(*runs, flags=()):
 
 
 def tokens_on(page):
-    return json.loads(re.search(r'<script type="application/json">(.*)</script>', page)[1])
+    """Returns text, loss and likeliest tokens of each token: what the pointer shows."""
+    for tip, text in re.findall(r'data-tip="(.*?)">(.*?)</span>', page, re.S):
+        first, *rows = unescape(tip).split("\n")
+        likeliest = [(row[10:], float(row[:6]) / 100) for row in rows]
+        yield unescape(text), float(first.rpartition("loss ")[2]), likeliest
 
 
 def log(run, *records, samples=""):
@@ -42,7 +46,7 @@ def log(run, *records, samples=""):
 def test_text_is_coloured_by_the_losses_of_the_best_checkpoint(fit, text, tokenizer):
     run = fit(f"--data.tokenizer {tokenizer}")
     page, (model, chosen) = page_of(run), load(run / "checkpoints" / "best")
-    tokens, [first] = tokens_on(page), re.findall(r'tabindex="0">(.*?)<span', page)
+    tokens, [first] = [*tokens_on(page)], re.findall(r'class="text">(.*?)<span', page)
     assert "<code>best (step 8)</code>" in page
     told = first + "".join(piece for piece, _, _ in tokens)
     assert text.read_text().endswith(told)
@@ -54,7 +58,9 @@ def test_text_is_coloured_by_the_losses_of_the_best_checkpoint(fit, text, tokeni
         assert loss == pytest.approx(-row[target].item(), abs=1e-3)
         p, best = row.exp().topk(5)
         assert [chance for _, chance in likeliest] == pytest.approx(p.tolist(), abs=1e-4)
-        assert [other for other, _ in likeliest] == [chosen.decode([x]) for x in best.tolist()]
+        assert [other for other, _ in likeliest] == [
+            chosen.decode([x]).translate(VISIBLE) for x in best.tolist()
+        ]
 
 
 def test_each_token_is_scored_once_with_at_least_half_of_the_context(fit):
@@ -94,7 +100,7 @@ def test_figures_come_from_the_log_and_time_from_the_speed(fit):
     found = read_run(run, "a")
     assert found.notes[-1].startswith("1 of 3 logged training losses are not finite")
     columns = found.columns
-    assert columns["seconds"][:4].tolist() == [0, 2, 4, 6]
+    assert columns["minutes"][:4] * 60 == pytest.approx([0, 2, 4, 6])
     assert columns["lr"][[1, 3]].tolist() == [0.5, 0.5]
     assert columns["val_loss"][[0, 2, 3]].tolist() == [4, 3.5, 3]
     assert np.isnan(found.columns["grad_norm"]).all()
