@@ -53,7 +53,7 @@ def _source(runs: Sequence[Run], number: int, column: str) -> ColumnDataSource:
     """Returns the points of a curve over the steps, with its name and its colour."""
     run, name, several = runs[number], LOSSES.get(column) or FIGURES[column], len(runs) > 1
     places = thinned(run.columns[column], 4 * POINTS // max(4, len(runs)))
-    data = {axis: run.columns[axis][places] for axis in AXES}
+    data: dict[str, Any] = {axis: run.columns[axis][places] for axis in AXES}
     data |= {"x": data["step"], "y": run.columns[column][places]}
     data["size"] = np.where(places == run.best, 14, 6)
     colour = Category10_10[(number if several else int(column == "val_loss")) % 10]

@@ -94,7 +94,7 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
         "commands": {"start": shlex.join(typed), "resume": resume + longer,
                      "sample": sample_command(run.checkpoint)},
         "settings": {flag(name): value for name, value in settings.items()},
-        "rows": [[_number(run.columns[name][row]) for name in NAMES] for row in rows],
+        "rows": [[_number(float(run.columns[name][row])) for name in NAMES] for row in rows],
     }  # fmt: skip
 
 
