@@ -1,6 +1,7 @@
 """Curves of runs, as figures of Bokeh, whose script is a part of the page."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from bokeh.palettes import Category10_10
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from fastgpt.report.data import POINTS, Run, thinned
+from fastgpt.report.data import Columns, Run
 
 GREY = "#808a96"
 AXES = "step", "tokens", "minutes"
@@ -29,19 +30,24 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
     Each figure is there twice, with a linear and a logarithmic axis, as `loss` and `loss log`.
     """
     x_range, several, plots = DataRange1d(start=0), len(runs) > 1, dict[str, Any]()
-    for name in FIGURES:
-        columns = [*LOSSES][several:] if name == "loss" else [name]
-        found = [(n, x) for n, run in enumerate(runs) for x in columns if len(run.finite(x))]
-        sources = [(x, _source(runs, n, x)) for n, x in found]
-        for log in (False, True) if sources else ():
-            plot = plots[f"{name} log" if log else name] = _figure(name, log, x_range)
-            for column, source in sources:
-                _draw(plot, column, source, dashed=several)
-            if name == "loss":
-                plot.add_layout(plot.legend[0], "below")
-                plot.legend.update(click_policy="hide", background_fill_alpha=0,
-                                   border_line_alpha=0, label_text_color=GREY,
-                                   orientation="horizontal")  # fmt: skip
+    sources = [_source(run, columns) for run in runs for columns in (run.trained, run.evaluated)]
+    for name, log in product(FIGURES, (False, True)):
+        plot = _figure(name, log, x_range)
+        for column in [*LOSSES][several:] if name == "loss" else [name]:
+            evaluated = column == "val_loss"
+            for number, run in enumerate(runs):
+                source = sources[2 * number + evaluated]
+                label = LOSSES.get(column) or FIGURES[column]
+                label = f"{run.label}: {label}" if several else label
+                colour = Category10_10[(number if several else int(evaluated)) % 10]
+                if column in source.data:
+                    _draw(plot, column, source, label, colour, dashed=several)
+        if plot.renderers:
+            plots[f"{name} log" if log else name] = plot
+        if name == "loss" and plot.renderers:
+            plot.add_layout(plot.legend[0], "below")
+            plot.legend.update(click_policy="hide", background_fill_alpha=0, border_line_alpha=0,
+                               label_text_color=GREY, orientation="horizontal")  # fmt: skip
     # it escapes what a run may be called
     script, elements = components(plots, wrap_script=False) if plots else ("", {})
     titled = {key: (FIGURES[key.split()[0]], element) for key, element in elements.items()}
@@ -49,15 +55,11 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
     return f"{library}<script>{script}</script>", titled
 
 
-def _source(runs: Sequence[Run], number: int, column: str) -> ColumnDataSource:
-    """Returns the points of a curve over the steps, with its name and its colour."""
-    run, name, several = runs[number], LOSSES.get(column) or FIGURES[column], len(runs) > 1
-    places = thinned(run.columns[column], 4 * POINTS // max(4, len(runs)))
-    data: dict[str, Any] = {axis: run.columns[axis][places] for axis in AXES}
-    data |= {"x": data["step"], "y": run.columns[column][places]}
-    data["size"] = np.where(places == run.best, 14, 6)
-    colour = Category10_10[(number if several else int(column == "val_loss")) % 10]
-    return ColumnDataSource(data, name=f"{run.label}: {name}" if several else name, tags=[colour])
+def _source(run: Run, columns: Columns) -> ColumnDataSource:
+    """Returns the figures of a run for curves over the steps, with the sizes of points."""
+    data: dict[str, Any] = {k: x for k, x in columns.items() if np.isfinite(x).any()}
+    sizes = np.where(np.arange(len(columns["step"])) == run.best, 14, 6)
+    return ColumnDataSource(data | {"x": columns["step"], "size": sizes})
 
 
 def _figure(name: str, log: bool, x_range: DataRange1d) -> figure:
@@ -73,12 +75,14 @@ def _figure(name: str, log: bool, x_range: DataRange1d) -> figure:
     return plot
 
 
-def _draw(plot: figure, column: str, source: ColumnDataSource, *, dashed: bool) -> None:
+def _draw(
+    plot: figure, column: str, source: ColumnDataSource, label: str, colour: str, *, dashed: bool
+) -> None:
     faint, evaluated = column == "train_loss", column == "val_loss"
-    style = {"source": source, "color": source.tags[0]}
+    style = {"source": source, "color": colour, "name": label, "tags": [column]}
     if column in LOSSES:
-        style["legend_label"] = source.name
-    plot.line("x", "y", line_width=1 if faint else 2, alpha=0.45 if faint else 1,
+        style["legend_label"] = label
+    plot.line("x", column, line_width=1 if faint else 2, alpha=0.45 if faint else 1,
               line_dash="dashed" if evaluated and dashed else "solid", **style)  # fmt: skip
-    if evaluated or len(source.data["y"]) == 1:
-        plot.scatter("x", "y", size="size" if evaluated else 6, **style)
+    if evaluated or len(source.data["x"]) == 1:
+        plot.scatter("x", column, size="size" if evaluated else 6, **style)

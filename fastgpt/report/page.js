@@ -21,11 +21,10 @@ function show_values(figure, x) {
   const lines = new Map();
   const several = document.querySelector(".run"); // of one run the values of all figures are shown
   for (const { renderers } of several ? [figure] : models("Figure"))
-    for (const { data_source: source } of renderers) {
-      const xs = source.data.x;
-      const i = xs.reduce((best, value, i) => (Math.abs(value - x) < Math.abs(xs[best] - x) ? i : best), 0);
-      const [y, step, tokens] = ["y", "step", "tokens"].map((name) => source.data[name][i].toLocaleString("en", { maximumSignificantDigits: name === "y" ? 4 : 21 }));
-      lines.set(source.name, `${y}  ${source.name} (step ${step}, ${tokens} tokens)`);
+    for (const { name, tags: [column], data_source: { data } } of renderers) {
+      const i = data.x.reduce((best, value, i) => (Math.abs(value - x) < Math.abs(data.x[best] - x) ? i : best), 0);
+      const value = data[column][i].toLocaleString("en", { maximumSignificantDigits: 4 });
+      lines.set(name, `${value}  ${name} (step ${data.step[i]}, ${data.tokens[i].toLocaleString("en")} tokens)`);
     }
   tip.textContent = [...lines.values()].join("\n");
   tip.hidden = false;

@@ -19,7 +19,7 @@ from fastgpt.errors import UserError, reason, writing
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.files import write_atomically
 from fastgpt.report.curves import AXES, curves
-from fastgpt.report.data import POINTS, Run, evenly, finding, read_run
+from fastgpt.report.data import Run, evenly, finding, read_run
 from fastgpt.report.tokens import coloured_text
 
 MAX_ROWS = 40
@@ -60,12 +60,12 @@ def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
     )  # fmt: skip
     env.filters |= {
         "short": short, "perplexity": perplexity, "median": np.median,
+        "finite": lambda values: values[np.isfinite(values)],
         "elapsed": lambda minutes: timedelta(seconds=round(60 * min(minutes, 1e10))),
     }  # fmt: skip
     html = env.get_template("template.html").render(
         facts=facts, script=script, figures=figures, axes=AXES, title=" · ".join(labels),
         differences=[x for x in settings if any(y != x[1] for y in x[1:])], names=NAMES,
-        points=POINTS, thinned=any(len(run.columns["step"]) > POINTS for run in runs),
     )  # fmt: skip
     with writing(out):
         write_atomically(out, html.encode("utf-8", "replace"))
@@ -87,14 +87,14 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
     recipe = RECIPES.get(run.config.recipe, ("", run.config))[1]
     settings, usual = (flat(asdict(config)) for config in (run.config, recipe))
     changed = [(flag(k), x, usual[k]) for k, x in settings.items() if x != usual[k]]
-    evaluated = np.flatnonzero(np.isfinite(run.columns["val_loss"])).tolist()
-    rows = evenly(evaluated if len(evaluated) > 2 else range(len(run.columns["step"])), MAX_ROWS)
+    figures = run.evaluated if len(run.evaluated["step"]) > 2 else run.trained
+    rows = zip(*(map(_number, figures[name].tolist()) for name in NAMES))
     return {
         "run": run, "text": coloured, "finding": finding(run), "changed": changed,
         "commands": {"start": shlex.join(typed), "resume": resume + longer,
                      "sample": sample_command(run.checkpoint)},
         "settings": {flag(name): value for name, value in settings.items()},
-        "rows": [[_number(float(run.columns[name][row])) for name in NAMES] for row in rows],
+        "rows": evenly([*rows], MAX_ROWS),
     }  # fmt: skip
 
 

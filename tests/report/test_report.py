@@ -12,7 +12,7 @@ import torch
 from fastgpt.convert.source import load
 from fastgpt.errors import UserError, run_command
 from fastgpt.report import __main__ as command
-from fastgpt.report.data import POINTS, SAMPLES, finding, read_run, thinned
+from fastgpt.report.data import SAMPLES, finding, read_run
 from fastgpt.report.tokens import VISIBLE, token_losses
 from tests.processes import ended
 from tests.runs import one_line_error
@@ -77,16 +77,6 @@ def test_each_token_is_scored_once_with_at_least_half_of_the_context(fit):
         assert losses[place].item() == pytest.approx(-whole[ids[place + 1]].item(), abs=1e-5)
 
 
-def test_thinning_keeps_what_is_lowest_and_highest():
-    values = np.random.default_rng(0).normal(size=20_000)
-    values[[7, 12_345]], values[500:700] = [9, -9], np.nan
-    kept = thinned(values)
-    assert len(kept) <= POINTS + 2
-    assert {0, 7, 12_345, 19_999} <= {*kept.tolist()}
-    assert not np.isnan(values[kept]).any()
-    assert thinned(values[:POINTS]).tolist() == np.flatnonzero(~np.isnan(values[:POINTS])).tolist()
-
-
 def test_figures_come_from_the_log_and_time_from_the_speed(fit):
     run = fit()
     train = {"train_loss": 2.0, "lr": 0.5, "grad_norm": None, "tok_per_s": 100.0}
@@ -99,11 +89,13 @@ def test_figures_come_from_the_log_and_time_from_the_speed(fit):
         samples="=== step 9 ===\nlost\n\n=== step 3 ===\nold\n\n=== step 3 ===\nnew\n")  # fmt: skip
     found = read_run(run, "a")
     assert found.notes[-1].startswith("1 of 3 logged training losses are not finite")
-    columns = found.columns
-    assert columns["minutes"][:4] * 60 == pytest.approx([0, 2, 4, 6])
-    assert columns["lr"][[1, 3]].tolist() == [0.5, 0.5]
-    assert columns["val_loss"][[0, 2, 3]].tolist() == [4, 3.5, 3]
-    assert np.isnan(found.columns["grad_norm"]).all()
+    trained, evaluated = found.trained, found.evaluated
+    assert trained["step"].tolist() == [1, 3, 4]
+    assert trained["minutes"] * 60 == pytest.approx([2, 6, 6])
+    assert evaluated["minutes"] * 60 == pytest.approx([0, 4, 6])
+    assert trained["lr"][:2].tolist() == [0.5, 0.5]
+    assert evaluated["val_loss"].tolist() == [4, 3.5, 3]
+    assert np.isnan(trained["grad_norm"]).all()
     assert [(step, said.strip()) for step, said in found.samples] == [(3, "new")]
     assert found.last_step == 4
     page = page_of(run)
