@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from queue import Full
 
 import torch
@@ -57,6 +58,8 @@ class BatchGenerator:
         self.cache = Cache(model.config, slots, model.config.context, self.device)
         with autocast(), torch.no_grad():  # a first token allocates the layers
             model(torch.zeros(slots, 1, dtype=torch.int64, device=self.device), cache=self.cache)
+        pairs = (layer.keys_values or () for layer in self.cache.layers)
+        self._states = [self.cache.documents, *chain.from_iterable(pairs)]
         self._thread = threading.Thread(target=self._run, args=(exact, autocast), daemon=True)
         self._thread.start()
 
@@ -114,7 +117,7 @@ class BatchGenerator:
                 self.running.append(self.waiting.popleft())
         if enters:
             row, new = len(self.running) - 1, self.running[-1]
-            for state in self._states():
+            for state in self._states:
                 state[row] = 0
             tokens, new.length = new.prompt[None].to(self.device), len(new.prompt) - 1
             cache = self._rows(row, [0])
@@ -147,10 +150,5 @@ class BatchGenerator:
         row, last = self.running.index(request), self.running.pop()
         if last is not request:
             self.running[row] = last
-            for state in self._states():
+            for state in self._states:
                 state[row] = state[len(self.running)]
-
-    def _states(self) -> list[Tensor]:
-        """Returns all that is kept of the texts, each tensor with a row for a text."""
-        pairs = (layer.keys_values or () for layer in self.cache.layers)
-        return [self.cache.documents, *(state for pair in pairs for state in pair)]
