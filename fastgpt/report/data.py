@@ -92,7 +92,11 @@ def _figures(records: list[dict[str, Any]]) -> tuple[Columns, Columns]:
     """Returns what `Run` has of the steps that were logged, and of the evaluations."""
     trained = _columns([record for record in records if "train_loss" in record])
     known, trained["smoothed"] = np.isfinite(trained["train_loss"]), trained["step"] * np.nan
-    trained["smoothed"][known] = _smoothed(trained["train_loss"][known])
+    losses = trained["train_loss"][known]
+    if len(losses):  # means over a twentieth of the log, less at the ends
+        width = np.ones(1 + 2 * (len(losses) // 40))
+        sums, counts = (np.convolve(x, width, "same") for x in (losses, np.ones(len(losses))))
+        trained["smoothed"][known] = sums / counts
     timed = trained["tok_per_s"] > 0
     ends = np.maximum.accumulate([0.0, *trained["tokens"][timed]])
     spent = [0.0, *np.cumsum(np.diff(ends) / trained["tok_per_s"][timed]) / 60]
@@ -108,14 +112,6 @@ def _figures(records: list[dict[str, Any]]) -> tuple[Columns, Columns]:
 def _columns(records: list[dict[str, Any]]) -> Columns:
     known = [{k: x for k, x in r.items() if isinstance(x, int | float)} for r in records]
     return {name: np.array([r.get(name, np.nan) for r in known], float) for name in LOGGED}
-
-
-def _smoothed(losses: np.ndarray) -> np.ndarray:
-    """Computes centered moving averages of losses (N,), over a twentieth, less at the ends."""
-    place = np.arange(len(losses))
-    half = np.minimum(len(losses) // 40, np.minimum(place, place[::-1]))
-    sums = np.concatenate([[0.0], np.cumsum(losses)])
-    return (sums[place + half + 1] - sums[place - half]) / (2 * half + 1)
 
 
 def _samples(path: Path, steps: set[float]) -> list[tuple[int, str]]:
