@@ -89,10 +89,14 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
     changed = [(flag(k), x, usual[k]) for k, x in settings.items() if x != usual[k]]
     figures = run.evaluated if len(run.evaluated["step"]) > 2 else run.trained
     rows = zip(*(map(_number, figures[name].tolist()) for name in NAMES))
+    manifest = {**run.manifest, "data.source": run.config.data.source}
+    if isinstance(resumes := manifest.get("resumes"), list):
+        manifest["resumes"] = dict(enumerate(resumes, start=1))
     return {
         "run": run, "text": coloured, "finding": finding(run), "changed": changed,
         "commands": {"start": shlex.join(typed), "resume": resume + longer,
                      "sample": sample_command(run.checkpoint)},
+        "manifest": sorted(flat(manifest).items()),
         "settings": {flag(name): value for name, value in settings.items()},
         "rows": evenly([*rows], MAX_ROWS),
     }  # fmt: skip
