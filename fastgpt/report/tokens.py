@@ -1,7 +1,5 @@
 """Loss of each token of a text, and the tokens that the model held for likeliest in its place."""
 
-from collections import defaultdict
-from statistics import fmean
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +18,7 @@ from fastgpt.report.data import Run
 from fastgpt.train.data import open_for_run
 
 MOST_TOKENS = 1000
-LIKELIEST, HARDEST = 5, 10
+LIKELIEST, HARDEST = 5, 20
 BEFORE = 24
 """Number of characters that are shown before a token which was hard."""
 VISIBLE = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥"})
@@ -50,27 +48,23 @@ def coloured_text(run: Run, text: str) -> dict[str, Any]:
         both, first = decode([before, token]), decode([before])
         return both[len(first) :] if first and both.startswith(first) else decode([token])
 
-    first, tokens, likely, of_text = decode(ids[:1]), [], [], defaultdict[str, list[float]](list)
+    first, tokens, likely = decode(ids[:1]), [], []
     for i, (loss, p) in enumerate(zip(losses.tolist(), log_p.exp().tolist())):
         token = after(ids[i], ids[i + 1])
         others = (after(ids[i], other).translate(VISIBLE) for other in likeliest[i].tolist())
         likely.append([f"{100 * chance:6.2f} %  {other}" for chance, other in zip(p, others)])
-        shown = token.translate(VISIBLE)
-        tokens.append((token, loss, "\n".join([f"{shown}  loss {loss:.3f}", *likely[i]])))
-        of_text[shown].append(loss)
-    text_to = [first, *(token for token, _, _ in tokens)]
+        said = f"{token.translate(VISIBLE)}  loss {loss:.3f}"
+        tokens.append((token, loss, "\n".join([said, *likely[i]])))
+    texts = [first, *(token for token, _, _ in tokens)]
     hardest = losses.argsort(descending=True)[:HARDEST].tolist()
-    often = [(shown, len(x), fmean(x)) for shown, x in of_text.items() if len(x) >= 3]
-    often = sorted(often, key=lambda x: -x[2])[:HARDEST]
     return {
         "name": text or f"{run.config.data.source}, held out", "first": first, "tokens": tokens,
         "checkpoint": f"{source.path.name} (step {checkpoint.read_record(source.path)['step']:,})",
         "loss": losses.mean().item(),
         "hardest": [
-            ("".join(text_to[: i + 1])[-BEFORE:], text_to[i + 1].translate(VISIBLE),
+            ("".join(texts[: i + 1])[-BEFORE:], texts[i + 1].translate(VISIBLE),
              f"{tokens[i][1]:.2f}", likely[i][0]) for i in hardest
         ],
-        "often": [(shown, times, f"{mean:.2f}") for shown, times, mean in often],
     }  # fmt: skip
 
 

@@ -187,7 +187,7 @@ def test_a_browser_draws_two_runs_without_an_error_or_a_request(fit, tmp_path):
     assert "document idle" in console[-1]  # Bokeh has drawn all figures
     assert "<title>one &lt;!--&lt;script&gt; · run</title>" in dom
     assert "--optim.lr" in dom
-    assert dom.count("<tr><td><code>") >= 2 * 10  # hardest places, which the script fills in
+    assert dom.count("<tr><td><code>") >= 2 * 10  # hardest places
     assert dom.count(' log" hidden') == dom.count(' log"') > 3  # the scale that is not chosen
     assert dom.count("<figure hidden") == (2 - 1) + (SAMPLES - 1)  # one sample of each run is shown
     assert "Content-Security-Policy\" content=\"default-src 'none'" in dom  # no request can be made
