@@ -33,7 +33,9 @@ class Side:
             if not [*module.children()]:
                 module.register_forward_pre_hook(lambda _, x, n=name: self._call(n, "input", x))
                 module.register_forward_hook(lambda _, x, y, n=name: self._call(n, "output", y))
-        run.model.register_forward_hook(lambda _, x, loss: self._see("loss", "loss", "", loss))
+        run.model.register_forward_hook(
+            lambda *x: self._see("loss", "loss", "", torch.as_tensor(x[-1]))
+        )
         for weight in self.names:
             weight.register_post_accumulate_grad_hook(self._backward)
         run.optimizers.all[-1].register_step_post_hook(lambda *_: self.see_state())

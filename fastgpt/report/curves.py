@@ -40,7 +40,7 @@ def curves(runs: Sequence[Run]) -> tuple[str, dict[str, tuple[str, str]]]:
                 label = LOSSES.get(column) or FIGURES[column]
                 label = f"{run.label}: {label}" if several else label
                 colour = Category10_10[(number if several else int(evaluated)) % 10]
-                if column in source.data:
+                if column in source.column_names:
                     _draw(plot, column, source, label, colour, dashed=several)
         if plot.renderers:
             plots[f"{name} log" if log else name] = plot
