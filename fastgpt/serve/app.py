@@ -161,7 +161,7 @@ class Server:
     def http(self) -> uvicorn.Config:
         """Returns the interface with the settings of its server."""
         return uvicorn.Config(
-            self.app(), http="h11", ws="none", log_level="error", timeout_graceful_shutdown=3,
+            self.app(), http="h11", ws="none", log_level="warning", timeout_graceful_shutdown=3,
             limit_concurrency=CONNECTIONS,
         )  # fmt: skip
 
