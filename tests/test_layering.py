@@ -43,9 +43,8 @@ ROOMS = (
     "checkpoint",
     "convert guards run",
     "evaluate hf sample serve",
-    "report",
     "train",
-    "cli compare",
+    "cli compare report",
     "doctor __main__",
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}

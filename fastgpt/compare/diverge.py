@@ -28,17 +28,20 @@ class Side:
         self.names: dict[Tensor, str] = {x: name for name, x in run.optimizers.named.items()}
         self.step, self.other, self.bound, self.found = run.step, other, bound, None
         self.tensors, self.calls, self.known = {}, Counter(), {}
-        loader, optimizers = run.loader, run.optimizers
-        self.next, self.clip, self.optimize = loader.next, optimizers.clip, optimizers.step
-        vars(loader).update(next=self._next)
-        vars(optimizers).update(clip=self._clip, step=self._optimize)
+        run.model.register_forward_pre_hook(self._begin)
         for name, module in run.model.named_modules():
             if not [*module.children()]:
                 module.register_forward_pre_hook(lambda _, x, n=name: self._call(n, "input", x))
                 module.register_forward_hook(lambda _, x, y, n=name: self._call(n, "output", y))
+        run.model.register_forward_hook(
+            lambda *x: self._see("loss", "loss", "", torch.as_tensor(x[-1]))
+        )
+        for weight in self.names:
+            weight.register_post_accumulate_grad_hook(self._backward)
+        run.optimizers.all[-1].register_step_post_hook(lambda *_: self.see_state())
 
     def take_step(self) -> None:
-        self.step, self.tensors, self.calls = self.step + 1, {}, Counter()
+        self.step, self.tensors, self.calls, self.known = self.step + 1, {}, Counter(), {}
         train(self.run, self.run.step + 1)
 
     def _see(self, kind: str, layer: str, part: str, x: Tensor) -> None:
@@ -63,12 +66,13 @@ class Side:
         for weight, name in self.names.items():
             self._see("parameter", name, "", weight)
 
-    def _next(self) -> tuple[Tensor, Tensor]:
-        x, y = self.next()
-        self.known = {id(x): x, id(y): y}
-        self._see("data", "tokens", "", x)
-        self._see("data", "targets", "", y)
-        return x, y
+    def _begin(self, _: Any, inputs: tuple[Tensor, Tensor]) -> None:
+        self.known = {id(x): x for x in inputs}
+        for layer, x in zip(("tokens", "targets"), inputs):
+            self._see("data", layer, "", x)
+
+    def _backward(self, weight: Tensor) -> None:
+        self._see("gradient", self.names[weight], "", torch.as_tensor(weight.grad))
 
     def _call(self, layer: str, part: str, tensors: Any) -> None:
         for number, x in enumerate(filter(torch.is_tensor, tree_leaves(tensors)), 1):
@@ -76,17 +80,6 @@ class Side:
             if torch._C._current_graph_task_id() == -1 and id(x) not in self.known:
                 self.known[id(x)] = x
                 self._see("activation", layer, f"{part} {number}".removesuffix(" 1"), x)
-
-    def _clip(self) -> Tensor:
-        self.known = {}
-        self._see("loss", "loss", "", self.run.loss)
-        for weight, name in reversed(self.names.items()):  # about the order of the backward
-            self._see("gradient", name, "", torch.as_tensor(weight.grad))
-        return self.clip()
-
-    def _optimize(self, skip: Tensor | None) -> None:
-        self.optimize(skip)
-        self.see_state()
 
 
 def diverge(a: Config, b: Config, steps: int, bound: float, warn: Callable) -> dict | None:

@@ -84,11 +84,8 @@ def disk() -> Found:
     """Checks free space and write speed where runs and data are, or are to be made."""
     for folder, setting in ((Path("runs"), "--run-dir"), (data_dir(), "the variable FASTGPT_DATA")):
         there = next(x for x in (folder.absolute(), *folder.absolute().parents) if x.exists())
-        cure, block, failed = (
-            f"free some space, or choose another: {setting}",
-            os.urandom(2**25),
-            "",
-        )
+        cure, failed = f"free some space, or choose another: {setting}", ""
+        block = os.urandom(2**25)
         start = time.perf_counter()
         try:
             with tempfile.TemporaryFile(dir=there) as file:

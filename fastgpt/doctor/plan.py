@@ -1,11 +1,9 @@
 """Checks of a run on GPUs: its batch, its memory, its passes over the data and its time."""
 
-import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fastgpt.cli import configure
 from fastgpt.config.config import Config
@@ -18,7 +16,6 @@ from fastgpt.errors import UserError, unknown_name
 from fastgpt.kernels.cross_entropy.chunks import GPU_SHARE
 from fastgpt.parallel import parallelize
 from fastgpt.parallel.distributed import World
-from fastgpt.require_torch import ROOT
 from fastgpt.train.plan import largest_micro_batch
 
 GPUS = tomllib.loads(Path(device.__file__).with_name("gpus.toml").read_text("utf-8"))
@@ -42,7 +39,12 @@ def of_run(
     together = parallelize.model_parallel_size(config.parallel, World(size=gpus))
     world = World(size=gpus, local_size=gpus, model_parallel_size=together)
     shards = 1 if config.parallel.kind == "ddp" else parallelize.group_size(config.parallel, world)
-    corpus, fault = prepared(config)
+    corpus, fault = None, list[str]()
+    try:
+        where = Path(resolve_source(config.data.source, fault.append)).expanduser()
+        corpus = open_shards(where, tokenizer="auto") if has_shards(where) else None
+    except UserError as error:
+        fault.append(str(error))
     vocab = config.model.vocab_size or (corpus.tokenizer.vocab_size if corpus else 256)
     config = replace(config, model=replace(config.model, vocab_size=vocab))
     parallelize.check_combination(config, config.train.precision.replace("auto", "bf16"))
@@ -50,19 +52,8 @@ def of_run(
     tokens = config.epochs * size if config.epochs else config.steps * config.train.batch_tokens
     yield from run(batch, config, world)
     yield from run(memory, config, world, shards, 1e9 * int(GPUS.get(gpu, gpu)))
-    yield from run(data, corpus, tokens, fault)
+    yield from run(data, corpus, tokens, "".join(fault))
     yield from run(time, config, gpu, gpus, rate, tokens)
-
-
-def prepared(config: Config) -> tuple[Corpus | None, str]:
-    """Opens data that is prepared, else returns None; and the fault's message."""
-    warned: list[str] = []
-    try:
-        where = Path(resolve_source(config.data.source, warned.append)).expanduser()
-        corpus = open_shards(where, tokenizer="auto") if has_shards(where) else None
-    except UserError as error:
-        return None, str(error)
-    return corpus, "".join(warned)
 
 
 def batch(config: Config, world: World) -> Found:
@@ -143,19 +134,16 @@ def data(corpus: Corpus | None, tokens: float, said: str) -> Found:
 
 
 def time(config: Config, gpu: str, gpus: int, rate: float | None, tokens: float) -> Found:
-    source, doubt = "as given", rate is None
-    cure = "--tok-per-s X, as the log of a short run shows it"
-    if rate is None and (row := newest_record(config, gpu)):
-        rate = gpus * row["shape"]["B"] * row["shape"]["T"] / row["seconds"]["p50"]
-        source = f"{gpus} x the record of {row['run'][:10]} on {row['device']}"
-        doubt = False
-    elif rate is None and (one := predicted(config, gpu)):
-        rate = gpus * one
-        source = f"predicted, not measured: {gpus} x docs/performance.md's {one:,.0f} of one GPU"
-    found = "unknown, as the data's size is" if rate else f"unknown: no record of {gpu}"
+    source, cure = "as given", "--tok-per-s X, as the log of a short run shows it"
+    known = predicted(config, gpu) if rate is None else 0
+    if known:
+        rate = gpus * known
+        source = f"predicted, not measured: {gpus} x docs/performance.md's {known:,.0f} of one GPU"
+    found = "unknown, as the data's size is" if rate else f"unknown: no prediction for {gpu}"
     if rate and tokens:
         days = f"{tokens / rate / 86400:,.3g} days"
         found = f"{days} for {tokens:,.0f} tokens at {rate:,.0f}/s, {source}"
+    doubt = known or not rate
     yield found, (doubt, WARNING, "" if rate else f" with {config.recipe}", cure)
 
 
@@ -164,13 +152,3 @@ def predicted(config: Config, gpu: str) -> float:
     model = RECIPES[config.recipe][1].model
     same = replace(config.model, vocab_size=model.vocab_size) == model
     return PREDICTED.get(config.recipe, {}).get(gpu, 0) if same else 0
-
-
-def newest_record(config: Config, gpu: str) -> dict[str, Any] | None:
-    """Returns the newest committed record of the recipe's step on a GPU; None if there is none."""
-    files = [x for x in ROOT.glob("bench/results/*/*.jsonl") if gpu in x.parent.name.split("-")]
-    rows = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
-    ours = "step", "fastgpt", config.recipe
-    comparable = [r for r in rows if (r["kind"], r.get("implementation"), r.get("recipe")) == ours]
-    comparable = [r for r in comparable if r["shape"]["T"] == config.model.context]
-    return max(comparable, key=lambda r: r["run"], default=None)

@@ -137,14 +137,11 @@ def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     The last may have scored more: then it has `val_loss_compared`, or in earlier logs is left out.
     """
     evaluated = [record for record in records if "val_loss" in record]
-    sizes = [record.get("val_tokens") for record in evaluated]
-    of_last = [
-        {"val_loss": r["val_loss_compared"]} if "val_loss_compared" in r else {} for r in evaluated
-    ]
+    size = evaluated[-2:][0].get("val_tokens") if evaluated else None
     return [
-        record | of | {"val_tokens": sizes[-2:][0]}
-        for record, size, of in zip(evaluated, sizes, of_last)
-        if of or size == sizes[-2:][0]
+        r | {"val_loss": r.get("val_loss_compared", r["val_loss"]), "val_tokens": size}
+        for r in evaluated
+        if "val_loss_compared" in r or r.get("val_tokens") == size
     ]
 
 

@@ -69,27 +69,32 @@ def hosted(name: str, run: Path, id: str) -> Tracker:
 
 def follow(name: str, run: Path) -> None:
     """Shows a run until standard input ends; `NAME.tracked` has its id and what was shown last."""
-    state, file, ended = run / f"{name}.tracked", run / "metrics.jsonl", threading.Event()
+    state, ended = run / f"{name}.tracked", threading.Event()
     id, last = json.loads(state.read_text()) if state.exists() else (secrets.token_hex(4), [])
     last = [] if name == "tensorboard" else last  # which shows all again, in place of what it has
-    read = 0
     threading.Thread(target=_await_end, args=(ended,), daemon=True).start()
     show, close = tensorboard(run) if name == "tensorboard" else hosted(name, run, id)
-    goes_on = True
-    while goes_on:
-        goes_on = not ended.wait(LOOK_S)
-        text, read = _added(file, read)
-        records = ([[r.pop("step"), "val_loss" in r], r] for r in parse_records(text))
-        new = [(at, r) for at, r in records if at > last]
-        if new:
-            last = new[-1][0]
-            write_atomically(state, json.dumps([id, last]).encode())
-        for (step, _), record in new:
-            record = {SHOWN.get(key, f"run/{key}"): x for key, x in record.items()}
-            lists = [(name, x) for name, x in record.items() if isinstance(x, list)]
-            record |= {f"{name}/{i}": x for name, values in lists for i, x in enumerate(values)}
-            show({k: x for k, x in record.items() if isinstance(x, float | int)}, step)
+    rest, goes_on = "", True
+    with (run / "metrics.jsonl").open(errors="replace") as file:
+        while goes_on:
+            goes_on = not ended.wait(LOOK_S)
+            lines, _, rest = (rest + file.read()).rpartition("\n")
+            records = ([[r.pop("step"), "val_loss" in r], r] for r in parse_records(lines))
+            new = [(at, r) for at, r in records if at > last]
+            if new:
+                last = new[-1][0]
+                write_atomically(state, json.dumps([id, last]).encode())
+            for (step, _), record in new:
+                show(figures(record), step)
     close()
+
+
+def figures(record: dict[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a record, and those of its lists, by the names that are shown."""
+    named = {SHOWN.get(key, f"run/{key}"): x for key, x in record.items()}
+    lists = [(name, x) for name, x in named.items() if isinstance(x, list)]
+    named |= {f"{name}/{i}": x for name, values in lists for i, x in enumerate(values)}
+    return {name: x for name, x in named.items() if isinstance(x, float | int)}
 
 
 def _await_end(ended: threading.Event) -> None:
@@ -97,17 +102,6 @@ def _await_end(ended: threading.Event) -> None:
     os.read(0, 1)  # sys.stdin would be locked, should Python end before the run
     faulthandler.dump_traceback_later(CLOSE_S, exit=True, file=sys.stdout)  # the run may be killed
     ended.set()
-
-
-def _added(file: Path, read: int) -> tuple[str, int]:
-    """Returns the whole lines of a file after its first `read` bytes, and how many are read now."""
-    if not file.exists():
-        return "", 0
-    with file.open("rb") as opened:
-        opened.seek(read if read <= file.stat().st_size else 0)  # another file is in its place
-        begin, found = opened.tell(), opened.read()
-    complete = found[: found.rfind(b"\n") + 1]
-    return complete.decode(errors="replace"), begin + len(complete)
 
 
 if __name__ == "__main__":

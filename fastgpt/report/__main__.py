@@ -7,9 +7,9 @@ from typing import Annotated
 import tyro
 
 from fastgpt import flags
+from fastgpt.commands import install_command
 from fastgpt.config.checks import check_fields
 from fastgpt.errors import UserError, run_command
-from fastgpt.report.page import require_bokeh, write_report
 from fastgpt.terminal import print_text
 
 
@@ -35,7 +35,11 @@ class ReportConfig:
 def main(argv: list[str]) -> None:
     """Runs the command line `argv`."""
     config = flags.command(ReportConfig, argv, prog="python -m fastgpt.report")
-    require_bokeh()
+    try:
+        from fastgpt.report.page import write_report
+    except ImportError as error:
+        how = install_command("report", "bokeh")
+        raise UserError(f"a report needs {error.name}: {how}") from error
     folder = config.runs[0] if len(config.runs) == 1 else Path()
     out = folder / "report.html" if config.out is None else config.out
     if config.out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):

@@ -10,15 +10,18 @@ import numpy as np
 
 from fastgpt.config.config import Config
 from fastgpt.convert.saved import saved_config
-from fastgpt.errors import UserError, reason
+from fastgpt.errors import UserError, counted, reason
 from fastgpt.files import parse_json
 from fastgpt.logs.metrics import comparable, is_whole, read_records
 from fastgpt.run.directory import is_run
 
-POINTS = 2000
 SAMPLES, SAMPLE_LENGTH = 24, 4000
+RISEN = 0.01
+"""Share of the validation loss by which it must have risen to be called overfitting."""
 LOGGED = ("step", "tokens", "epoch", "train_loss", "val_loss", "val_tokens", "val_bits_per_byte",
-          "lr", "grad_norm", "tok_per_s", "mfu", "peak_memory_gib")  # fmt: skip
+          "lr", "muon_lr", "grad_norm", "tok_per_s", "mfu", "peak_memory_gib")  # fmt: skip
+Columns = dict[str, np.ndarray]
+"""Figures by name, each (records,) float64, NaN where a record has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,23 +32,18 @@ class Run:
     label: str
     config: Config
     manifest: dict[str, Any]
-    columns: dict[str, np.ndarray]
-    """Figures by name, each (steps logged,) float64, NaN where a step has none."""
+    trained: Columns
+    """Of the steps that were logged; `smoothed` are their losses, `minutes` the time before."""
+    evaluated: Columns
+    """Of the evaluations; `compared` are the losses that can be compared."""
     samples: list[tuple[int, str]]
     """Steps in order, and the text of each."""
     notes: list[str]
 
-    def finite(self, name: str) -> np.ndarray:
-        """Returns the finite values of a figure, in order."""
-        return self.columns[name][np.isfinite(self.columns[name])]
-
-    def median(self, name: str) -> float:
-        return float(np.median(self.finite(name))) if len(self.finite(name)) else np.nan
-
     @property
     def best(self) -> int:
-        """Place of the lowest validation loss that can be compared in the columns."""
-        return int(np.nan_to_num(self.columns["compared"], nan=np.inf).argmin())
+        """Place of the lowest validation loss that can be compared; after all if there is none."""
+        return int(np.nan_to_num([*self.evaluated["compared"], np.inf], nan=np.inf).argmin())
 
     @property
     def checkpoint(self) -> Path:
@@ -55,7 +53,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        return int(self.columns["step"].max(initial=0))
+        return int(max(x["step"].max(initial=0) for x in (self.trained, self.evaluated)))
 
 
 def read_run(path: Path, label: str) -> Run:
@@ -67,65 +65,53 @@ def read_run(path: Path, label: str) -> Run:
     if not is_run(path):
         what = "is not a run" if path.exists() else "does not exist"
         raise UserError(f"RUN {path} {what}: expected the folder of a run, such as runs/NAME")
-    config, notes, manifest = saved_config(path), list[str](), {}
-    records = _records(path / "metrics.jsonl")
-    columns = _columns(records)
-    evaluated = set(columns["step"][np.isfinite(columns["val_loss"])].tolist())
-    samples = _samples(path / "samples.txt", evaluated)
+    notes, manifest, of_step = list[str](), dict[str, Any](), dict[int, dict[str, Any]]()
+    for record in filter(is_whole, read_records(path / "metrics.jsonl")):
+        of_step.setdefault(record["step"], {}).update(record)  # an evaluation has one of its own
+    trained, evaluated = _figures([of_step[step] for step in sorted(of_step)])
     try:
-        manifest = dict(parse_json((path / "manifest.json").read_text(errors="replace")))
+        manifest |= parse_json((path / "manifest.json").read_text(errors="replace"))
     except (OSError, ValueError, TypeError) as error:
         notes.append(f"manifest.json cannot be read ({reason(error)}): the machine is unknown.")
-    run = Run(path=path, label=label, config=config, manifest=manifest, columns=columns,
-              samples=samples, notes=notes)  # fmt: skip
-    if run.last_step < config.steps:
-        progress = f"{run.last_step:,} of {config.steps:,} steps"
+    samples = _samples(path / "samples.txt", {*evaluated["step"]})
+    run = Run(path=path, label=label, config=saved_config(path), manifest=manifest, notes=notes,
+              trained=trained, evaluated=evaluated, samples=samples)  # fmt: skip
+    if run.last_step < run.config.steps:
+        progress = f"{run.last_step:,} of {run.config.steps:,} steps"
         notes.append(f"The run has logged {progress}: it is still training, or was stopped.")
-    losses = {r["step"]: r["train_loss"] for r in records if "train_loss" in r}
-    broken = [step for step, loss in losses.items() if loss is None or not np.isfinite(loss)]
-    if broken:
+    losses = trained["train_loss"]
+    if broken := trained["step"][~np.isfinite(losses)].tolist():
         some = f"{len(broken):,} of {len(losses):,} logged training losses are not finite"
-        notes.append(f"{some}, the first one at step {broken[0]:,}: no curve shows them.")
+        notes.append(f"{some}, the first one at step {broken[0]:,.0f}: no curve shows them.")
     if not samples:
         notes.append("There are no samples: a run makes them with its evaluations.")
     return run
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """Reads metrics.jsonl: one record for each step, in order."""
-    of_step = dict[int, dict[str, Any]]()
-    for record in filter(is_whole, read_records(path)):  # an evaluation has one of its own
-        of_step.setdefault(record["step"], {}).update(record)
-    return [of_step[step] for step in sorted(of_step)]
+def _figures(records: list[dict[str, Any]]) -> tuple[Columns, Columns]:
+    """Returns what `Run` has of the steps that were logged, and of the evaluations."""
+    trained = _columns([record for record in records if "train_loss" in record])
+    known, trained["smoothed"] = np.isfinite(trained["train_loss"]), trained["step"] * np.nan
+    losses = trained["train_loss"][known]
+    if len(losses):  # means over a twentieth of the log, less at the ends
+        width = np.ones(1 + 2 * (len(losses) // 40))
+        sums, counts = (np.convolve(x, width, "same") for x in (losses, np.ones(len(losses))))
+        trained["smoothed"][known] = sums / counts
+    timed = trained["tok_per_s"] > 0
+    ends = np.maximum.accumulate([0.0, *trained["tokens"][timed]])
+    spent = [0.0, *np.cumsum(np.diff(ends) / trained["tok_per_s"][timed]) / 60]
+    evaluated = _columns([record for record in records if "val_loss" in record])
+    for columns in (trained, evaluated):
+        columns["minutes"] = np.interp(columns["tokens"], ends, spent)
+    losses = {record["step"]: record["val_loss"] for record in comparable(records)}
+    compared = [losses.get(step, np.nan) for step in evaluated["step"]]
+    evaluated["compared"] = np.where(np.isfinite(compared), compared, np.nan)
+    return trained, evaluated
 
 
-def _columns(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns the figures, `compared` validation losses, `smoothed` losses, and the `seconds`."""
-    columns = dict[str, np.ndarray]()
-    for name in LOGGED:
-        values = [record.get(name) for record in records]
-        columns[name] = np.array(
-            [x if isinstance(x, int | float) else np.nan for x in values], float
-        )
-    val_losses = {record["step"]: record["val_loss"] for record in comparable(records)}
-    columns["compared"] = np.array([val_losses.get(r["step"], np.nan) for r in records], float)
-    columns["compared"][~np.isfinite(columns["val_loss"])] = np.nan
-    logged, columns["smoothed"] = np.isfinite(columns["train_loss"]), columns["step"] * np.nan
-    if logged.any():
-        columns["smoothed"][logged] = _smoothed(columns["train_loss"][logged])
-    timed = columns["tok_per_s"] > 0
-    ends = np.concatenate([[0.0], np.maximum.accumulate(columns["tokens"][timed])])
-    spent = np.cumsum(np.diff(ends) / columns["tok_per_s"][timed])
-    columns["seconds"] = np.interp(columns["tokens"], ends, [0.0, *spent])
-    return columns
-
-
-def _smoothed(losses: np.ndarray) -> np.ndarray:
-    """Computes centered moving averages of losses (N,), over a twentieth, less at the ends."""
-    place = np.arange(len(losses))
-    half = np.minimum(len(losses) // 40, np.minimum(place, place[::-1]))
-    sums = np.concatenate([[0.0], np.cumsum(losses)])
-    return (sums[place + half + 1] - sums[place - half]) / (2 * half + 1)
+def _columns(records: list[dict[str, Any]]) -> Columns:
+    known = [{k: x for k, x in r.items() if isinstance(x, int | float)} for r in records]
+    return {name: np.array([r.get(name, np.nan) for r in known], float) for name in LOGGED}
 
 
 def _samples(path: Path, steps: set[float]) -> list[tuple[int, str]]:
@@ -142,15 +128,25 @@ def evenly(items: Sequence[Any], most: int) -> list[Any]:
     return [items[place] for place in places]
 
 
-def thinned(values: np.ndarray, most: int = POINTS) -> np.ndarray:
-    """Returns the indices of the finite values (N,), or of `most` of them and the two ends.
-
-    Each of `most` / 2 bins of consecutive values keeps its lowest and its highest, so that no
-    spike is lost.
-    """
-    known = np.flatnonzero(np.isfinite(values))
-    if len(known) <= most:
-        return known
-    bins = np.array_split(known, most // 2)
-    extremes = [part[at(values[part])] for part in bins for at in (np.argmin, np.argmax)]
-    return np.unique([known[0], *extremes, known[-1]])
+def finding(run: Run) -> str:
+    """Says in words how the validation loss went, and since when the model has overfitted."""
+    losses, compared = run.evaluated["val_loss"], run.evaluated["compared"]
+    at, differing, other = np.isfinite(compared), np.isfinite(losses) & (losses != compared), ""
+    step, loss, size = (run.evaluated[name][at] for name in ("step", "compared", "val_tokens"))
+    if at.any() and differing.any():
+        names = ("step", "val_tokens", "val_loss")
+        when, used, alone = (run.evaluated[name][differing][-1] for name in names)
+        other = f" At step {when:,.0f} the loss over {used:,.0f} tokens was {alone:.4f},"
+        other += f" not comparable with those over {size[0]:,.0f}."
+    if len(loss) < 3:
+        few = counted(len(loss), "comparable evaluation")
+        return f"{few} of the validation loss: too few to tell whether the model overfits.{other}"
+    best = int(loss.argmin())
+    said = f"The validation loss was lowest at step {step[best]:,.0f}: {loss[best]:.4f}"
+    if best == len(loss) - 1:
+        return f"{said}, the last of its kind. It did not rise.{other}"
+    said += f"; at step {step[-1]:,.0f} it was {loss[-1]:.4f}"
+    if loss[-1] > loss[best] * (1 + RISEN):
+        note = "; the weights of then are in checkpoints/best" * (run.checkpoint.name == "best")
+        return f"{said}. The model has overfitted since step {step[best]:,.0f}{note}.{other}"
+    return f"{said}, about the same: no clear sign of overfitting.{other}"

@@ -4,33 +4,37 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
 
-from fastgpt.commands import install_command, resume_command, sample_command
+from fastgpt.commands import resume_command, sample_command
 from fastgpt.config.checks import flag
 from fastgpt.config.config import flat
 from fastgpt.config.recipes import RECIPES
-from fastgpt.errors import UserError, counted, reason, writing
+from fastgpt.errors import UserError, reason, writing
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.files import write_atomically
-from fastgpt.report.data import POINTS, Run, evenly, read_run
+from fastgpt.report.curves import AXES, curves
+from fastgpt.report.data import Run, evenly, finding, read_run
+from fastgpt.report.tokens import coloured_text
 from fastgpt.terminal import short
 
 MAX_ROWS = 40
 """Most rows in the table of logged figures."""
-RISEN = 0.01
-"""Share of the validation loss by which it must have risen to be called overfitting."""
-
-
-def require_bokeh() -> None:
-    """Raises `UserError` if the package that draws the curves is missing."""
-    if find_spec("bokeh") is None:
-        raise UserError(f"a report needs bokeh: {install_command('report', 'bokeh')}")
+NAMES = (
+    "step",
+    "tokens",
+    "minutes",
+    "train_loss",
+    "val_loss",
+    "lr",
+    "grad_norm",
+    "tok_per_s",
+    "mfu",
+)
 
 
 def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
@@ -43,24 +47,25 @@ def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
     Raises:
         UserError: a path is no run, or the page cannot be written.
     """
-    from fastgpt.report.curves import curves  # which needs bokeh
-
     names = [path.resolve().name for path in paths]
     labels = [f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, start=1)]
     runs = [read_run(path, label) for path, label in zip(paths, labels)]
     script, figures = curves(runs)
     facts = [_facts(run, text) for run in runs]
-    settings = {name: [one["settings"][name] for one in facts] for name in facts[0]["settings"]}
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    settings = [(name, *(x["settings"][name] for x in facts)) for name in facts[0]["settings"]]
     env = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
+        trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.ChainableUndefined,  # a manifest may lack anything
     )  # fmt: skip
-    env.filters |= {"short": short, "elapsed": _elapsed, "perplexity": perplexity}
+    env.filters |= {
+        "short": short, "perplexity": perplexity, "median": np.median,
+        "finite": lambda values: values[np.isfinite(values)],
+        "elapsed": lambda minutes: timedelta(seconds=round(60 * min(minutes, 1e10))),
+    }  # fmt: skip
     html = env.get_template("template.html").render(
-        facts=facts, script=script, figures=figures, title=" · ".join(labels), points=POINTS,
-        differences={name: x for name, x in settings.items() if any(y != x[0] for y in x)},
-        thinned=any(len(run.columns["step"]) > POINTS for run in runs),
+        facts=facts, script=script, figures=figures, axes=AXES, title=" · ".join(labels),
+        differences=[x for x in settings if any(y != x[1] for y in x[1:])], names=NAMES,
     )  # fmt: skip
     with writing(out):
         write_atomically(out, html.encode("utf-8", "replace"))
@@ -68,8 +73,6 @@ def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
 
 def _facts(run: Run, text: str) -> dict[str, Any]:
     """Returns what the page shows of one run."""
-    from fastgpt.report.tokens import coloured_text  # which needs torch, slow to import
-
     coloured = None
     try:
         coloured = coloured_text(run, text)
@@ -82,41 +85,22 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
     longer = f" --steps {2 * run.config.steps}" if run.last_step >= run.config.steps else ""
     typed = ["python", *map(str, command)] if isinstance(command, list) else []
     recipe = RECIPES.get(run.config.recipe, ("", run.config))[1]
-    evaluated = np.flatnonzero(np.isfinite(run.columns["val_loss"])).tolist()
-    rows = evaluated if len(evaluated) > 2 else range(len(run.columns["step"]))
+    settings, usual = (flat(asdict(config)) for config in (run.config, recipe))
+    changed = [(flag(k), x, usual[k]) for k, x in settings.items() if x != usual[k]]
+    figures = run.evaluated if len(run.evaluated["step"]) > 2 else run.trained
+    rows = zip(*(map(_number, figures[name].tolist()) for name in NAMES))
+    manifest = {**run.manifest, "data.source": run.config.data.source}
+    if isinstance(resumes := manifest.get("resumes"), list):
+        manifest["resumes"] = dict(enumerate(resumes, start=1))
     return {
-        "run": run, "text": coloured, "finding": finding(run), "rows": evenly(rows, MAX_ROWS),
+        "run": run, "text": coloured, "finding": finding(run), "changed": changed,
         "commands": {"start": shlex.join(typed), "resume": resume + longer,
                      "sample": sample_command(run.checkpoint)},
-        "settings": {flag(name): value for name, value in flat(asdict(run.config)).items()},
-        "recipe": {flag(name): value for name, value in flat(asdict(recipe)).items()},
+        "manifest": sorted(flat(manifest).items()),
+        "settings": {flag(name): value for name, value in settings.items()},
+        "rows": evenly([*rows], MAX_ROWS),
     }  # fmt: skip
 
 
-def finding(run: Run) -> str:
-    """Says in words how the validation loss went, and since when the model has overfitted."""
-    losses, compared = run.columns["val_loss"], run.columns["compared"]
-    at, differing, other = np.isfinite(compared), np.isfinite(losses) & (losses != compared), ""
-    step, loss, size = (run.columns[name][at] for name in ("step", "compared", "val_tokens"))
-    if at.any() and differing.any():
-        names = ("step", "val_tokens", "val_loss")
-        when, used, alone = (run.columns[name][differing][-1] for name in names)
-        other = f" At step {when:,.0f} the loss over {used:,.0f} tokens was {alone:.4f},"
-        other += f" not comparable with those over {size[0]:,.0f}."
-    if len(loss) < 3:
-        few = counted(len(loss), "comparable evaluation")
-        return f"{few} of the validation loss: too few to tell whether the model overfits.{other}"
-    best = int(loss.argmin())
-    said = f"The validation loss was lowest at step {step[best]:,.0f}: {loss[best]:.4f}"
-    if best == len(loss) - 1:
-        return f"{said}, the last of its kind. It did not rise.{other}"
-    said += f"; at step {step[-1]:,.0f} it was {loss[-1]:.4f}"
-    if loss[-1] > loss[best] * (1 + RISEN):
-        note = "; the weights of then are in checkpoints/best" * (run.checkpoint.name == "best")
-        return f"{said}. The model has overfitted since step {step[best]:,.0f}{note}.{other}"
-    return f"{said}, about the same: no clear sign of overfitting.{other}"
-
-
-def _elapsed(seconds: float) -> str:
-    """Writes a duration as hours, minutes and seconds."""
-    return str(timedelta(seconds=round(min(seconds, 1e12))))
+def _number(x: float) -> str:
+    return "" if np.isnan(x) else f"{x:,.0f}" if x == round(x) else f"{x:.5g}"

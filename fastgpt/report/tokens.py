@@ -1,6 +1,5 @@
 """Loss of each token of a text, and the tokens that the model held for likeliest in its place."""
 
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -9,19 +8,20 @@ from torch import Tensor
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.convert.source import OpenedModel, read
-from fastgpt.data.dataset import open_data
 from fastgpt.data.shards import Tokens
-from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, same_tokenizer
 from fastgpt.device import cpu
 from fastgpt.errors import UserError, counted
 from fastgpt.evaluate.text import read_text
-from fastgpt.files import data_dir
 from fastgpt.model.gpt import GPT
+from fastgpt.parallel.distributed import World
 from fastgpt.report.data import Run
-from fastgpt.terminal import preparing
+from fastgpt.train.data import open_for_run
 
 MOST_TOKENS = 1000
-LIKELIEST = 5
+LIKELIEST, HARDEST = 5, 20
+BEFORE = 24
+"""Number of characters that are shown before a token which was hard."""
+VISIBLE = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥"})
 
 
 def coloured_text(run: Run, text: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def coloured_text(run: Run, text: str) -> dict[str, Any]:
     cpu.prepare(compiled=False)
     tokenizer, model = source.known_tokenizer(), source.build_gpt("cpu")
     decode = tokenizer.decode
-    all_ids = read_text(text, tokenizer)[0] if text else _validation(run, source, tokenizer)
+    all_ids = read_text(text, tokenizer)[0] if text else _validation(run, source)
     ids = all_ids[: MOST_TOKENS + 1].astype(np.int64)
     if len(ids) < 2:
         raise UserError(f"the text has {counted(len(ids), 'token')}: expected at least 2")
@@ -49,40 +49,39 @@ def coloured_text(run: Run, text: str) -> dict[str, Any]:
         both, first = decode([before, token]), decode([before])
         return both[len(first) :] if first and both.startswith(first) else decode([token])
 
-    tokens = []
+    first, tokens, likely = decode(ids[:1]), [], []
     for i, (loss, p) in enumerate(zip(losses.tolist(), log_p.exp().tolist())):
-        others = [after(ids[i], other) for other in likeliest[i].tolist()]
-        chances = [round(chance, 4) for chance in p]
-        tokens.append((after(ids[i], ids[i + 1]), round(loss, 3), list(zip(others, chances))))
-    scored_by = f"{source.path.name} (step {checkpoint.read_record(source.path)['step']:,})"
-    name = text or f"{run.config.data.source}, held out"
-    return {"name": name, "checkpoint": scored_by, "loss": losses.mean().item(),
-            "first": decode(ids[:1]), "tokens": tokens}  # fmt: skip
+        token = after(ids[i], ids[i + 1])
+        others = (after(ids[i], other).translate(VISIBLE) for other in likeliest[i].tolist())
+        likely.append([f"{100 * chance:6.2f} %  {other}" for chance, other in zip(p, others)])
+        said = f"{token.translate(VISIBLE)}  loss {loss:.3f}"
+        tokens.append((token, loss, "\n".join([said, *likely[i]])))
+    texts = [first, *(token for token, _, _ in tokens)]
+    hardest = losses.argsort(descending=True)[:HARDEST].tolist()
+    return {
+        "name": text or f"{run.config.data.source}, held out", "first": first, "tokens": tokens,
+        "checkpoint": f"{source.path.name} (step {checkpoint.read_record(source.path)['step']:,})",
+        "loss": losses.mean().item(),
+        "hardest": [
+            ("".join(texts[: i + 1])[-BEFORE:], texts[i + 1].translate(VISIBLE),
+             f"{tokens[i][1]:.2f}", likely[i][0]) for i in hardest
+        ],
+    }  # fmt: skip
 
 
-def _validation(run: Run, source: OpenedModel, tokenizer: Tokenizer) -> Tokens:
+def _validation(run: Run, source: OpenedModel) -> Tokens:
     """Opens the validation tokens of a run, from the cache in which training has left them.
 
     Raises:
         UserError: they cannot be read, or are made by another tokenizer.
     """
-    data, manifest = run.config.data, run.manifest.get("data")
-    if data.align == "conversation":
+    if run.config.data.align == "conversation":
         raise UserError("conversations are not coloured: pass a text with --text")
-    if data.tokenizer == "auto":
-        by_name = tokenizer.kind in ("bytes", "chars", "gpt2")
-        file = str(source.path / TOKENIZER_FILE)
-        data = replace(data, tokenizer=tokenizer.kind if by_name else file)
-    where, (kind, _, name) = data.source, data.source.partition(":")
-    if kind == "prepared":
-        folder = data_dir() / (name or "gpt2")
-        where = str(folder) if name or folder.exists() else "builtin"
-    with preparing() as report:
-        opened = open_data(data, where, report)
-    if not same_tokenizer(opened.tokenizer, tokenizer):
-        raise UserError(f"{data.source} was tokenized in another way than the run")
-    if isinstance(manifest, dict) and opened.sha256 != manifest.get("sha256"):
-        run.notes.append(f"{data.source} has changed since the run, and so has the coloured text.")
+    opened = open_for_run(run.config, None, source, World(), run.notes.append)
+    recorded = run.manifest.get("data")
+    if isinstance(recorded, dict) and opened.sha256 != recorded.get("sha256"):
+        what = run.config.data.source
+        run.notes.append(f"{what} has changed since the run, and so has the coloured text.")
     return cast("Tokens", opened.corpora[0].val)
 
 

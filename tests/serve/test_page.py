@@ -85,8 +85,10 @@ def test_a_person_can_talk_with_the_model(browser, model, chat):  # noqa: F811
         place = json.loads(run("JSON.stringify(shown.getBoundingClientRect())"))
         at = {name: place[name] + 2 for name in "xy"}
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
-        until("!tip.hidden && tip.textContent.split('\\n').length >= 3")
-        assert ' %  "' in run("tip.textContent")
+        until("getComputedStyle(shown, '::after').content !== 'none'")
+        tip = run("shown.dataset.shown")
+        assert len(tip.splitlines()) >= 3
+        assert ' %  "' in tip
         for scheme in ("light", "dark"):
             features = [{"name": "prefers-color-scheme", "value": scheme}]
             browser.call("Emulation.setEmulatedMedia", features=features)
