@@ -90,6 +90,9 @@ def write(path: Path, weights: Mapping[str, Tensor]) -> None:
         OSError: the disk is full or cannot be written.
     """
     try:
+        path.touch()
+        mode = path.stat().st_mode  # the umask's; the package lets nobody else read the file
         save_file({name: x.contiguous() for name, x in weights.items()}, path, {"format": "pt"})
+        path.chmod(mode)
     except SafetensorError as error:  # its message ends with the system's
         raise OSError(str(error)) from error
