@@ -69,9 +69,8 @@ def _validation(run: Run, source: OpenedModel, tokenizer: Tokenizer) -> Tokens:
     if data.align == "conversation":
         raise UserError("conversations are not coloured: pass a text with --text")
     if data.tokenizer == "auto":
-        by_name = tokenizer.kind in ("bytes", "chars", "gpt2")
         file = str(source.path / TOKENIZER_FILE)
-        data = replace(data, tokenizer=tokenizer.kind if by_name else file)
+        data = replace(data, tokenizer=tokenizer.kind if run.config.init_from is None else file)
     where, (kind, _, name) = data.source, data.source.partition(":")
     if kind == "prepared":
         folder = data_dir() / (name or "gpt2")
