@@ -359,6 +359,13 @@ class IdTokenizer(Tokenizer):
             raise UserError(f"vocab_size is {vocab_size}: expected 1 or more")
         super().__init__(json.dumps(_file(self.kind, map(str, range(vocab_size)))))
 
+    def encode(self, text: str) -> np.ndarray:
+        """Reads numbers as ids (N,); raises `UserError` for a word that is no id."""
+        for word in text.split():
+            if not word.isdecimal() or int(word) >= self.vocab_size:
+                raise UserError(f"{word!r} is no id: expected 0 to {self.vocab_size - 1}")
+        return np.array(text.split(), token_dtype(self.vocab_size))
+
 
 _LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 _BPE = {
