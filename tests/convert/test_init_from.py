@@ -130,7 +130,7 @@ def test_what_contradicts_the_model_is_refused_by_name(hf, argv):
     refused(argv(hf, "--model.num-layers 4"), r"--model\.num-layers is 4: expected 2, as .*-gpt2")
     refused(argv(hf, "--model.no-tied"), r"--model\.tied is False: expected True, as in --init-")
     refused(argv(hf, "--model.context 80"), r"--model\.context is 80: expected at most 40, as .*2")
-    refused(argv(hf, "--data.tokenizer chars"), r"the chars tokenizer .* needs its own, bytes \(256")
+    refused(argv(hf, "--data.tokenizer chars"), r"the chars tokenizer .* its own, bytes \(256")
     other = replace(configure(argv(hf)), model=ModelConfig(num_layers=2, context=16))
     with pytest.raises(UserError, match=r"--model\.\S+ is .*: expected .*, as in --init-from"):
         build(resolve(other))
