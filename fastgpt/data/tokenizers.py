@@ -468,13 +468,12 @@ def train_bpe(texts: Callable[[], Iterable[str]], vocab_size: int) -> Tokenizer:
     until there are `vocab_size` tokens or no more pairs. Round trip: every text without lone
     surrogates. Memory: the distinct words of the texts, as the package stores them.
     """
-    from tokenizers import Tokenizer as Theirs
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    import tokenizers
 
-    tokenizer = Theirs(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, special_tokens=[EOT], initial_alphabet=[*BYTES],
         show_progress=False,
     )  # fmt: skip
