@@ -163,6 +163,12 @@ class Tokenizer:
 
     kind = ""
     """Kind as in `make_tokenizer`; for another file the name of its model in lower case."""
+    vocab_size: int
+    """Number of ids, which are 0 to `vocab_size - 1`."""
+    eot_id: int | None = None
+    """Id of the end-of-text token, which begins each document; None if there is none."""
+    begin_ids: tuple[int, ...] = ()
+    """Ids with which the tokenizer's own file begins a text."""
     stop_ids: frozenset[int] = frozenset()
     """Further ids that end an answer of the model."""
 
@@ -185,9 +191,7 @@ class Tokenizer:
         self.special = {token.content: id for id, token in added.items() if token.special}
         """Ids of special tokens, which `encode` takes for text."""
         self.eot_id = next((vocabulary[name] for name in EOT_TOKENS if name in vocabulary), None)
-        """Id of the end-of-text token, which begins each document; None if there is none."""
         self.begin_ids = self._begin_ids()
-        """Ids with which the tokenizer's own file begins a text."""
 
     def _begin_ids(self) -> tuple[int, ...]:
         """Returns what the post-processor puts before a token that stands for a text."""
