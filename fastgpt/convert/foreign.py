@@ -157,8 +157,6 @@ def read_gguf(path: Path) -> tuple[HFConfig, Weights, Tokenizer, dict[str, str]]
     Raises:
         UserError: the package `gguf` is missing, the file is damaged, or it holds something else.
     """
-    from fastgpt.data.tokenizers.huggingface import JsonTokenizer  # takes time to import
-
     gguf = gguf_package()
     try:
         reader = gguf.GGUFReader(path)
@@ -173,7 +171,7 @@ def read_gguf(path: Path) -> tuple[HFConfig, Weights, Tokenizer, dict[str, str]]
             for x in tensor_maps(architecture, config).values()
             for name in x.names
         }
-        tokenizer, hf_files = JsonTokenizer(_tokenizer(said)), _hf_files(said)
+        tokenizer, hf_files = Tokenizer(_tokenizer(said)), _hf_files(said)
     except Exception as error:  # the package checks little
         why = str(error) if isinstance(error, UserError) else brief(error)
         raise UserError(f"{path} cannot be read as GGUF: {why}") from error

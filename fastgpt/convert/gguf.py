@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from fastgpt.convert import vocabulary
 from fastgpt.convert.architectures import GPT2, LLAMA, QWEN3, architecture_for, tensor_maps
 from fastgpt.convert.foreign import gguf_package
 from fastgpt.convert.source import OpenedModel
 from fastgpt.convert.target import begin_and_end, renamed
-from fastgpt.data.tokenizers.huggingface import LETTERS
+from fastgpt.data.tokenizers import LETTERS
 from fastgpt.errors import UserError, shown
 from fastgpt.sampling.chat import text_elsewhere
 
@@ -81,7 +80,7 @@ def write_gguf(source: OpenedModel, target: Path, dtype: str) -> None:
 
 def _add_vocabulary(writer: Any, source: OpenedModel, types: Any) -> None:
     tokenizer = source.tokenizer
-    spec = {} if tokenizer is None else json.loads(vocabulary.to_json(tokenizer))
+    spec = {} if tokenizer is None else json.loads(tokenizer.to_json())
     model, cut = spec.get("model") or {}, spec.get("pre_tokenizer") or {}
     merges = model.get("merges") or []
     begin, end = begin_and_end(source).values()

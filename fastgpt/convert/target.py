@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.config.config import CONVERTED, Config, TrainConfig, to_json
-from fastgpt.convert import vocabulary
 from fastgpt.convert.architecture import HFConfig, TensorMap
 from fastgpt.convert.architectures import architecture_for, settings_for, tensor_maps
 from fastgpt.convert.source import HF_FILES, TOKEN_IDS, OpenedModel, parse_object, token_ids
+from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.files import write_atomically
 from fastgpt.sampling.chat import text_elsewhere
 
@@ -57,11 +57,25 @@ def write_folder(source: OpenedModel, target: Path, shard_bytes: int) -> None:
     (target / "config.json").write_text(json.dumps(settings, indent=1))
     _write_tensors(source, tensor_maps(architecture, source.config), target, shard_bytes)
     if tokenizer is not None:
-        vocabulary.write(tokenizer, target, source.config.context)
+        write_tokenizer(tokenizer, target, source.config.context)
     files = source.hf_files
     for name in files.keys() & HF_FILES:
         template = text_elsewhere(files, tokenizer) if name == "chat_template.jinja" else None
         (target / name).write_text(template or files[name], encoding="utf-8")
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json`, for texts of up to `context` tokens."""
+    settings: HFConfig = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    if tokenizer.eot_id is not None:
+        end = tokenizer.decode([tokenizer.eot_id])
+        settings |= {"bos_token": end, "eos_token": end}
+    tokenizer.save(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
 def begin_and_end(source: OpenedModel) -> HFConfig:

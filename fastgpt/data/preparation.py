@@ -28,8 +28,7 @@ from fastgpt.data.corpus import (
     read_prepared,
 )  # fmt: skip
 from fastgpt.data.sources import HUB, HUB_PREFIX, UTF_8, Source, find_source
-from fastgpt.data.tokenizers import KINDS, check_kind, make_tokenizer
-from fastgpt.data.tokenizers.plain import tokenizer_file
+from fastgpt.data.tokenizers import KINDS, check_kind, make_tokenizer, tokenizer_file
 from fastgpt.data.verify import check_once, file_stamp
 from fastgpt.data.writing import PrepareOptions, Report, write_directory
 from fastgpt.errors import UserError, writing

@@ -168,7 +168,7 @@ def test_random_text_has_the_vocabulary_it_should(tmp_path):
     vocab = 50_257
     write_text(tmp_path / "text.txt", vocab, vocab + 1000)
     text = (tmp_path / "text.txt").read_text(encoding="utf-8")
-    tokenizer = CharTokenizer.train([text])
+    tokenizer = CharTokenizer(text)
     assert tokenizer.vocab_size == vocab
     assert len(tokenizer.encode(text)) == vocab + 1000
 

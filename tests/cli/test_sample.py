@@ -109,9 +109,9 @@ def test_bad_flags_are_one_line(sample, capsys, flags, message, monkeypatch):
 class WithEnd(ByteTokenizer):
     """A tokenizer of bytes below 30, of which one ends the text."""
 
-    vocab_size = 30
-
     def __init__(self, eot_id: int | None, *more: int) -> None:
+        super().__init__()
+        self.vocab_size = 30
         self.eot_id, self.stop_ids = eot_id, frozenset(more)
 
 

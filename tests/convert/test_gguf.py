@@ -11,13 +11,12 @@ import torch
 
 import fastgpt
 from fastgpt.cli import configure
-from fastgpt.convert import vocabulary
 from fastgpt.convert.__main__ import ConvertConfig
 from fastgpt.convert.foreign import CUTS, _tokenizer
 from fastgpt.convert.gguf import KINDS, write_gguf
 from fastgpt.convert.source import read
-from fastgpt.convert.target import write_run
-from fastgpt.data.tokenizers.huggingface import LETTERS, JsonTokenizer
+from fastgpt.convert.target import write_run, write_tokenizer
+from fastgpt.data.tokenizers import LETTERS, Tokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import encode, template_of
 from fastgpt.sampling.templating import CHATML
@@ -68,7 +67,7 @@ def test_a_file_holds_the_tensors_of_hugging_faces_folder(family, dtype, tmp_pat
 
 def test_settings_vocabulary_and_chat_template_are_in_the_file(tmp_path):
     folder = saved(theirs("llama", vocab_size=510, eos_token_id=[7, 9], bos_token_id=3), tmp_path)
-    vocabulary.write(tokenizer_of("bpe"), folder, context=64)
+    write_tokenizer(tokenizer_of("bpe"), folder, context=64)
     (folder / "chat_template.jinja").write_text("{{ messages }}\u00e9", encoding="utf-8")
     reader = gguf.GGUFReader(converted(folder, tmp_path / "a.gguf", "gguf"))
     fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -85,7 +84,7 @@ def test_settings_vocabulary_and_chat_template_are_in_the_file(tmp_path):
 ])  # fmt: skip
 def test_ids_that_are_in_no_vocabulary_are_refused(ids, tmp_path):
     folder = saved(theirs("llama", vocab_size=510), tmp_path / "a")
-    vocabulary.write(tokenizer_of("bpe"), folder, context=64)
+    write_tokenizer(tokenizer_of("bpe"), folder, context=64)
     settings = json.loads((folder / "config.json").read_text()) | ids
     (folder / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=r"begins or ends with .*: expected an id below 510"):
@@ -103,7 +102,7 @@ def test_a_file_is_read_as_the_folder_that_it_was_made_from(
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     } | ({"attention_bias": True, "mlp_bias": True} if family == "llama" else {})  # fmt: skip
     folder = saved(theirs(family, **options), tmp_path / "there")
-    vocabulary.write(tokenizer_of("bpe"), folder, context=64)
+    write_tokenizer(tokenizer_of("bpe"), folder, context=64)
     template = CHATML.replace("<|im_end|>", "{{ eos_token }}")
     (folder / "chat_template.jinja").write_text(template)
     asked = KINDS.get(dtype, dtype.upper())
@@ -143,7 +142,7 @@ def test_words_are_cut_as_the_models_own_tokenizers_do():
     }  # fmt: skip
     for cut in CUTS:
         said = {f"tokenizer.ggml.{name}": x for name, x in (own | {"pre": cut}).items()}
-        tokenizer = JsonTokenizer(_tokenizer(said))
+        tokenizer = Tokenizer(_tokenizer(said))
         assert tokenizer.begin_ids == ((257,) if cut == "llama-bpe" else ())
         assert tokenizer.encode_marked("<s>ab").tolist() == [257, 256]
         assert tokenizer.vocab_size == 258

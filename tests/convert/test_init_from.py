@@ -14,9 +14,9 @@ import fastgpt
 from fastgpt.cli import configure, main
 from fastgpt.config.files import to_yaml
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert import vocabulary
 from fastgpt.convert.saved import from_json
 from fastgpt.convert.source import read
+from fastgpt.convert.target import write_tokenizer
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer, same_tokenizer
 from fastgpt.errors import UserError
 from fastgpt.train.build import build
@@ -35,7 +35,7 @@ LLAMA = {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias"
 def hf(tmp_path):
     """Folder of a GPT-2 with dropout, which has the tokenizer of bytes in Hugging Face's format."""
     folder = saved(theirs("gpt2", vocab_size=BYTES, resid_pdrop=0.1), tmp_path / "tiny-gpt2")
-    vocabulary.write(ByteTokenizer(), folder, CONTEXT)
+    write_tokenizer(ByteTokenizer(), folder, CONTEXT)
     return folder
 
 
@@ -119,9 +119,9 @@ def test_two_ranks_start_from_the_same_weights(hf, argv, tmp_path):
 
 def test_tokenizers_of_two_formats_are_the_same_if_their_ids_are(tmp_path):
     for kind in ("bytes", "chars", "gpt2"):
-        vocabulary.write(tokenizer_of(kind), tmp_path, CONTEXT)
+        write_tokenizer(tokenizer_of(kind), tmp_path, CONTEXT)
         assert same_tokenizer(tokenizer_of(kind), load_tokenizer(tmp_path))
-    vocabulary.write(CharTokenizer("abc"), tmp_path, CONTEXT)
+    write_tokenizer(CharTokenizer("abc"), tmp_path, CONTEXT)
     for other in ("abd", "abcd"):
         assert not same_tokenizer(CharTokenizer(other), load_tokenizer(tmp_path))
 
@@ -130,7 +130,7 @@ def test_what_contradicts_the_model_is_refused_by_name(hf, argv):
     refused(argv(hf, "--model.num-layers 4"), r"--model\.num-layers is 4: expected 2, as .*-gpt2")
     refused(argv(hf, "--model.no-tied"), r"--model\.tied is False: expected True, as in --init-")
     refused(argv(hf, "--model.context 80"), r"--model\.context is 80: expected at most 40, as .*2")
-    refused(argv(hf, "--data.tokenizer chars"), r"the chars tokenizer .* needs its own, bpe \(256")
+    refused(argv(hf, "--data.tokenizer chars"), r"the chars tokenizer .* its own, bytes \(256")
     other = replace(configure(argv(hf)), model=ModelConfig(num_layers=2, context=16))
     with pytest.raises(UserError, match=r"--model\.\S+ is .*: expected .*, as in --init-from"):
         build(resolve(other))

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import fastgpt
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
-from fastgpt.convert import vocabulary
 from fastgpt.convert.architectures import architecture_for, config_from, settings_for, tensor_maps
 from fastgpt.convert.source import read
+from fastgpt.convert.target import write_tokenizer
 from tests.convert.models import (
     CONTEXT,
     LLAMA3,
@@ -135,7 +135,7 @@ def test_ids_of_begin_and_end_are_the_models_own(given, expected, tmp_path):
     folder = saved(theirs("llama", vocab_size=500), tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | given))
-    vocabulary.write(tokenizer_of("bpe"), folder, context=CONTEXT)
+    write_tokenizer(tokenizer_of("bpe"), folder, context=CONTEXT)
     back = converted(converted(folder, tmp_path / "run", "run"), tmp_path / "back", "hf")
     config = json.loads((back / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == expected

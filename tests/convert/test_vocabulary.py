@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoTokenizer
 
-from fastgpt.convert import vocabulary
-from fastgpt.data.tokenizers import gpt2, load_tokenizer, make_tokenizer
+from fastgpt.convert.target import write_tokenizer
+from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer
 from tests.convert.models import converted, saved, theirs
 from tests.data.sets import gpt2_files, tokenizer_of
 
@@ -20,7 +20,7 @@ def test_other_programs_give_the_same_ids(kind, tmp_path):
     if kind == "gpt2":
         gpt2_files()
     tokenizer = make_tokenizer(kind, lambda: iter((*TEXTS, *WIDE)))
-    vocabulary.write(tokenizer, tmp_path, context=64)
+    write_tokenizer(tokenizer, tmp_path, context=64)
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     assert theirs.model_max_length == 64
     assert theirs.eos_token_id == tokenizer.eot_id == ours.eot_id
@@ -32,17 +32,9 @@ def test_other_programs_give_the_same_ids(kind, tmp_path):
         assert theirs.decode(ids) == text == ours.decode(ids)
 
 
-def test_gpt2s_merges_follow_from_its_tokens():
-    files = gpt2_files()
-    merges = gpt2.merges(make_tokenizer("gpt2", None).tokens)
-    published = (files / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
-    spelled = (" ".join(map(gpt2._spelled, pair)) for pair in merges)
-    assert list(spelled) == published
-
-
 def test_a_chat_template_is_carried_through_a_run(tmp_path):
     folder = saved(theirs("llama", vocab_size=500), tmp_path / "there")
-    vocabulary.write(tokenizer_of("bpe"), folder, context=64)
+    write_tokenizer(tokenizer_of("bpe"), folder, context=64)
     template = "{% for m in messages %}\u00e9 {{ m['content'] }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     back = converted(converted(folder, tmp_path / "run", "run"), tmp_path / "back", "hf")

@@ -227,7 +227,7 @@ def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):
     paths.append(opened(text_file).path)
     tokenizer = text_file.with_name("tokenizer.json")
     for chars in (TEXT + "more", TEXT + "more xyz"):
-        CharTokenizer.train(chars).save(tokenizer)
+        CharTokenizer(chars).save(tokenizer)
         paths.append(opened(text_file, str(tokenizer.parent)).path)
         assert opened(text_file, str(tokenizer.parent)).tokenizer.vocab_size == len(set(chars))
     assert len(set(paths)) == len(entries()) == 6

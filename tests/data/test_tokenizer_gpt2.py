@@ -1,14 +1,22 @@
+import base64
+import json
 import unicodedata
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Tokenizer as TheirTokenizer
 
 from fastgpt.data import download
-from fastgpt.data.tokenizers import make_tokenizer, same_tokenizer
-from fastgpt.data.tokenizers.gpt2 import GPT2_SHA256, GPT2_URL
+from fastgpt.data.tokenizers import (
+    GPT2_SHA256,
+    GPT2_URL,
+    load_tokenizer,
+    make_tokenizer,
+    same_tokenizer,
+)
 from fastgpt.errors import UserError
 from tests.data.sets import gpt2_files, tokenizer_of
 
@@ -101,3 +109,26 @@ def test_merges_are_the_published_ones(gpt2, tmp_path, monkeypatch):
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\n")
     with pytest.raises(UserError, match=r"vocab\.bpe is not GPT-2's"):
         make_tokenizer("gpt2", None)
+
+
+def test_a_file_of_version_0_2_is_read_without_the_merges(gpt2, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "nothing"))
+    tokens = [base64.b64encode(gpt2.token_bytes(id)).decode() for id in range(50_256)]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"kind": "gpt2", "tokens": tokens}))
+    assert load_tokenizer(path).to_json() == gpt2.to_json()
+    path.write_text(json.dumps({"kind": "gpt2", "tokens": [*tokens[1:], tokens[0]]}))
+    with pytest.raises(UserError, match=r"not a tokenizer file .*tokens are not GPT-2's"):
+        load_tokenizer(path)
+
+
+def test_other_merges_are_not_taken_for_gpt2s(gpt2, tmp_path):
+    """A file with GPT-2's words whose merges are in another order has other ids for a text."""
+    saved = json.loads(gpt2.to_json())
+    saved["model"]["merges"].reverse()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = load_tokenizer(tmp_path)
+    text = "Hello world, there"
+    ids = tokenizers.Tokenizer.from_str(json.dumps(saved)).encode(text).ids
+    assert tokenizer.kind == "bpe"
+    assert tokenizer.encode(text).tolist() == ids != gpt2.encode(text).tolist()

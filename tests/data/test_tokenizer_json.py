@@ -5,8 +5,13 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from fastgpt.data.tokenizers import load_tokenizer, make_tokenizer, same_tokenizer
-from fastgpt.data.tokenizers.huggingface import EOT_TOKENS, JsonTokenizer
+from fastgpt.data.tokenizers import (
+    EOT_TOKENS,
+    Tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+    same_tokenizer,
+)
 from fastgpt.errors import UserError
 from tests.data.sets import tokenizer_of
 from tests.processes import python
@@ -113,7 +118,7 @@ def test_foreign_file_neither_cuts_nor_pads_nor_adds_and_is_saved_as_it_was(tmp_
 def test_vocabulary_covers_gaps_and_added_tokens():
     theirs = words({"?": 0, "a": 70_000})
     theirs.add_tokens(["added"])
-    tokenizer = JsonTokenizer(theirs.to_str())
+    tokenizer = Tokenizer(theirs.to_str())
     ids = tokenizer.encode("a added")
     assert tokenizer.vocab_size == ids.max() + 1 > 70_000
     assert ids.dtype == np.uint32
@@ -130,10 +135,10 @@ def test_vocabulary_covers_gaps_and_added_tokens():
 )
 def test_first_of_the_usual_names_ends_a_text(names, eot):
     vocabulary = {"?": 0, "a": 1} | {name: i for i, name in enumerate(names, start=5)}
-    assert JsonTokenizer(words(vocabulary).to_str()).eot_id == vocabulary.get(eot)
+    assert Tokenizer(words(vocabulary).to_str()).eot_id == vocabulary.get(eot)
 
 
 def test_text_without_ids_is_an_error():
-    tokenizer = JsonTokenizer(words({"a": 0}, unk="missing").to_str())
+    tokenizer = Tokenizer(words({"a": 0}, unk="missing").to_str())
     with pytest.raises(UserError, match=r"wordlevel tokenizer cannot encode a text: .*UNK"):
         tokenizer.encode("b")

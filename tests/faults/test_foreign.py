@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fastgpt.config.model import ModelConfig
-from fastgpt.data.tokenizers.huggingface import JsonTokenizer
+from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import Template, template_of
 from tests.data.sets import tokenizer_of
@@ -47,10 +47,10 @@ def normalizing(pattern):
 
 def test_a_tokenizer_that_cannot_be_read_is_one_line():
     with pytest.raises(UserError, match=r"^not a tokenizer [^\n]*: [^\n]*unmatched paren[^\n]*$"):
-        JsonTokenizer(normalizing("("))
+        Tokenizer(normalizing("("))
 
 
 def test_a_panic_over_a_later_text_is_one_line():
-    tokenizer = JsonTokenizer(normalizing("(a+)+$"))
+    tokenizer = Tokenizer(normalizing("(a+)+$"))
     with pytest.raises(UserError, match=r"^the bpe tokenizer cannot encode a text: [^\n]*$"):
         tokenizer.encode("a" * 40 + "!")

@@ -11,8 +11,7 @@ import fastgpt
 from fastgpt import sample
 from fastgpt.cli import configure
 from fastgpt.convert.source import read
-from fastgpt.data.tokenizers import ByteTokenizer
-from fastgpt.data.tokenizers.huggingface import JsonTokenizer
+from fastgpt.data.tokenizers import ByteTokenizer, Tokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import Rows, Template, encode, open_conversations, template_of
 from fastgpt.sampling.streaming import GeneratedText
@@ -56,7 +55,7 @@ def tokenizer():
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    return JsonTokenizer(made.to_str())
+    return Tokenizer(made.to_str())
 
 
 @pytest.fixture

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 import fastgpt
-from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, IdTokenizer
-from fastgpt.data.tokenizers.huggingface import JsonTokenizer, train_bpe, train_wordpiece
+from fastgpt.data.tokenizers import (
+    ByteTokenizer,
+    CharTokenizer,
+    IdTokenizer,
+    Tokenizer,
+    train_bpe,
+    train_wordpiece,
+)
 from fastgpt.sampling.chat import Template, talk
 from fastgpt.sampling.streaming import GeneratedText, print_stream
 from fastgpt.sampling.text import sample_text
@@ -20,14 +26,14 @@ from tests.models import sharp
 TEXTS = ["the cat sat on the mat; \u4e2d\u6587, caf\u00e9 \U0001f600 and don't. " * 3]
 
 
-def spaced() -> JsonTokenizer:
+def spaced() -> Tokenizer:
     """A tokenizer as Llama 2's: spaces begin words, and other characters become bytes."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "\u2581cat", "s"]
     known = {word: i for i, word in enumerate(words)}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(known, [], byte_fallback=True))
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    return JsonTokenizer(made.to_str())
+    return Tokenizer(made.to_str())
 
 
 TOKENIZERS = {
