@@ -16,7 +16,7 @@ import torch
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import Sizes
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.architectures import ACTIVATIONS
+from fastgpt.convert.families import ACTIVATIONS
 from fastgpt.device.device import DTYPES, kind_of, missing_for_triton
 from fastgpt.errors import UserError
 from fastgpt.hf import forwards
@@ -190,10 +190,11 @@ def _unable(on: str, force: bool) -> str:
 
 def _activation(model: Any) -> tuple[str, str | None]:
     """Returns the name of the activation in transformers, and ours, None if there is none."""
-    gpt2 = model.config.model_type == "gpt2"
-    name = model.config.activation_function if gpt2 else model.config.hidden_act
-    kind = ACTIVATIONS.get(name)
-    return name, kind if (kind == "swiglu") != gpt2 else None
+    if model.config.model_type == "gpt2":
+        name = model.config.activation_function
+        return name, ACTIVATIONS.get(name)
+    name = model.config.hidden_act
+    return name, "swiglu" if name == "silu" else None
 
 
 def _changes(model: Any, op: str) -> Iterator[tuple[Any, forwards.Forward]]:

@@ -13,8 +13,7 @@ import fastgpt
 from fastgpt.cli import configure
 from fastgpt.convert import vocabulary
 from fastgpt.convert.__main__ import ConvertConfig
-from fastgpt.convert.foreign import CUTS, _tokenizer
-from fastgpt.convert.gguf import KINDS, write_gguf
+from fastgpt.convert.gguf import CUTS, KINDS, _tokenizer, write_gguf
 from fastgpt.convert.source import read
 from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers.huggingface import LETTERS, JsonTokenizer

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import fastgpt
+from fastgpt.checkpoint.tensors import in_memory
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert import vocabulary
-from fastgpt.convert.architectures import architecture_for, config_from, settings_for, tensor_maps
+from fastgpt.convert.families import config_from, settings_for, to_theirs
 from fastgpt.convert.source import read
 from tests.convert.models import (
     CONTEXT,
@@ -50,7 +51,7 @@ FAMILIES = {
 
 def test_each_recipe_of_gpt2s_size_can_be_written():
     names = [name for name in RECIPES if "gpt2" in name]
-    found = {name: architecture_for(RECIPES[name][1].model).model_type for name in names}
+    found = {name: settings_for(RECIPES[name][1].model)["model_type"] for name in names}
     assert found == dict.fromkeys(names, "gpt2") | {"gpt2-124m-modern": "qwen3"}
 
 
@@ -97,10 +98,11 @@ def test_logits_and_gradients_are_theirs(family, tmp_path):
     upstream = torch.randn_like(logits)
     logits.backward(upstream)
     expected.backward(upstream)
-    maps, found = tensor_maps(architecture_for(ours.config), ours.config), {}
+    gradients = {}
     for name, weight in ours.named_parameters():
         rows = V if name in ("wte.weight", "lm_head.weight") else None
-        found |= maps[name].theirs(weight.grad[:rows])
+        gradients[name] = weight.grad[:rows]
+    found = dict(to_theirs(in_memory(gradients), ours.config))
     for name, weight in model.named_parameters():
         error = (found.pop(name) - weight.grad).abs().max() / weight.grad.abs().max()
         assert error < 1e-5, name
@@ -181,8 +183,8 @@ def test_conversions_hold_few_tensors_and_loading_one_model():
 def test_dropout_is_carried_over_where_it_has_one_probability(options):
     model = ModelConfig(vocab_size=V, dropout=0.2, dropout_places=("attention",), **options)
     there = settings_for(model)
-    config, _, unknown = config_from(there)
+    config, unknown = config_from(there)
     assert (config.dropout, config.dropout_places, unknown) == (0.2, ("attention",), [])
     if not options:
-        config, _, unknown = config_from(there | {"embd_pdrop": 0.1})
-        assert (config.dropout, unknown) == (0.0, ["attn_pdrop", "embd_pdrop", "resid_pdrop"])
+        config, unknown = config_from(there | {"embd_pdrop": 0.1})
+        assert (config.dropout, unknown) == (0.0, ["attn_pdrop", "embd_pdrop"])
