@@ -14,15 +14,8 @@ from torch import Tensor
 from fastgpt.checkpoint.tensors import Weights, in_memory
 from fastgpt.commands import install_command
 from fastgpt.config.model import ModelConfig, bias_of
-from fastgpt.convert import vocabulary
-from fastgpt.convert.families import (
-    Fields,
-    is_transposed,
-    model_type,
-    settings_for,
-    tensors_of,
-    to_theirs,
-)
+from fastgpt.convert import families, vocabulary
+from fastgpt.convert.families import Fields, to_theirs
 from fastgpt.convert.source import OpenedModel
 from fastgpt.convert.target import begin_and_end
 from fastgpt.data.tokenizers import Tokenizer
@@ -45,9 +38,9 @@ def _package() -> Any:
 
 def _names(gguf: Any, config: ModelConfig) -> dict[str, str]:
     """Returns the names of a model's tensors at Hugging Face -> in a GGUF file."""
-    kind = gguf.MODEL_ARCH[model_type(config).upper()]
+    kind = gguf.MODEL_ARCH[families.model_type(config).upper()]
     known = gguf.get_tensor_name_map(kind, config.num_layers)
-    theirs = to_theirs(in_memory(tensors_of(config)), config)
+    theirs = to_theirs(in_memory(families.tensors_of(config)), config)
     return {name: known.get_name(name, (".weight", ".bias")) or name for name in theirs}
 
 
@@ -56,7 +49,7 @@ def _rotated(name: str, x: Tensor, config: ModelConfig, *sizes: int) -> Tensor:
 
     llama.cpp rotates neighbours; we and its Qwen3 rotate elements half a head apart.
     """
-    if model_type(config) != "llama" or ("q_proj" not in name and "k_proj" not in name):
+    if families.model_type(config) != "llama" or ("q_proj" not in name and "k_proj" not in name):
         return x
     return x.unflatten(0, (-1, *sizes)).transpose(1, 2).reshape(x.shape)
 
@@ -74,7 +67,7 @@ def write_gguf(source: OpenedModel, target: Path, dtype: str) -> None:
         UserError: the package `gguf` is missing, or GGUF lacks the model or its tokenizer.
     """
     gguf, config, kind = _package(), source.config, KINDS[dtype]
-    family = settings_for(config)["model_type"]
+    family = families.settings_for(config)["model_type"]
     biased = family == "qwen3" and config.bias
     if config.activation not in ("gelu_tanh", "swiglu") or config.rotary_scaling or biased:
         raise UserError(
@@ -102,7 +95,7 @@ def write_gguf(source: OpenedModel, target: Path, dtype: str) -> None:
     weights = to_theirs(source.weights, config)
     for theirs, name in _names(gguf, config).items():
         x = _rotated(theirs, weights[theirs], config, 2, config.head_dim // 2).float()
-        if is_transposed(theirs, config):  # at Hugging Face, but not here
+        if families.is_transposed(theirs, config):  # at Hugging Face, but not here
             x = x.T
         exact = x.dim() == 1 or name == "position_embd.weight"
         form = gguf.GGMLQuantizationType["F32" if exact else kind]
@@ -124,11 +117,9 @@ def _add_vocabulary(writer: Any, source: OpenedModel, types: Any) -> None:
     merges = model.get("merges") or []
     begin, end = begin_and_end(source).values()
     end = end[0] if isinstance(end, list) and end else end
-    unsupported = (
-        cut.get("add_prefix_space") or spec.get("normalizer") or model.get("ignore_merges")
-    )
-    unsupported = unsupported or (merges and (end is None or not cut.get("use_regex", True)))
-    if (model.get("type"), cut.get("type")) != ("BPE", "ByteLevel") or unsupported:
+    changed = cut.get("add_prefix_space") or spec.get("normalizer") or model.get("ignore_merges")
+    cannot = changed or (merges and (end is None or not cut.get("use_regex", True)))
+    if (model.get("type"), cut.get("type")) != ("BPE", "ByteLevel") or cannot:
         raise UserError(
             "GGUF needs a tokenizer that merges bytes within GPT-2's words and has an end of text,"
             f" or bytes alone: this model has {'none' if tokenizer is None else tokenizer.kind}"
@@ -187,7 +178,7 @@ def read_gguf(path: Path) -> tuple[ModelConfig, Weights, Tokenizer, dict[str, st
     except Exception as error:  # the package checks little
         why = str(error) if isinstance(error, UserError) else brief(error)
         raise UserError(f"{path} cannot be read as GGUF: {why}") from error
-    stored = {theirs.get(x.name, x.name): x for x in reader.tensors}
+    stored: dict[str, Any] = {theirs.get(x.name, x.name): x for x in reader.tensors}
     plan = {name: torch.empty(x.shape.tolist()[::-1], device="meta") for name, x in stored.items()}
 
     def tensor(name: str) -> Tensor:

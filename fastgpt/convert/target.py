@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-from torch import Tensor
-
 from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.checkpoint.tensors import Weights
 from fastgpt.config.config import CONVERTED, Config, TrainConfig, to_json
@@ -68,22 +66,15 @@ def begin_and_end(source: OpenedModel) -> Fields:
 
 
 def _write_tensors(weights: Weights, folder: Path, shard_bytes: int) -> None:
-    """Writes one file, or several that an index lists; their names tell how many there are."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, x in weights.plan.items():
-        if shards[-1] and size + x.nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = x
-        size += x.nbytes
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    for name, shard in zip(names, shards):
-        tensors.write(folder / name, shard, (weights[x] for x in shard))
-    if len(shards) > 1:
-        where = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
-        total = sum(x.nbytes for x in weights.plan.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+    """Writes one file, or several that an index lists; one tensor is in memory at a time."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    plan = {name: x.clone() for name, x in weights.plan.items()}  # of views it counts the whole
+    found = split_torch_state_dict_into_shards(
+        plan, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
+    )
+    for name, members in found.filename_to_tensors.items():
+        tensors.write(folder / name, {x: plan[x] for x in members}, (weights[x] for x in members))
+    if found.is_sharded:
+        index = {"metadata": found.metadata, "weight_map": found.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -3,6 +3,7 @@
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3Config
 
 import fastgpt
 from fastgpt.checkpoint.tensors import in_memory
@@ -150,6 +151,22 @@ def test_a_config_of_qwen3_has_the_fields_of_transformers(tmp_path):
     assert ours.keys() <= known
     (folder / "config.json").write_text(json.dumps(ours | {"mlp_bias": False}))  # as earlier ones
     assert read(str(folder)).warnings == []
+
+
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("gpt2", {"n_layer": 1, "n_head": 4, "n_embd": 32, "n_positions": 9}),
+    ("llama", {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 32,
+               "intermediate_size": 50, "max_position_embeddings": 9}),
+    ("qwen3", {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+               "hidden_size": 32, "intermediate_size": 50, "max_position_embeddings": 9}),
+])  # fmt: skip
+def test_fields_that_are_missing_have_the_values_of_transformers(family, sizes):
+    given = sizes | {"model_type": family, "vocab_size": V}
+    full = CONFIG_MAPPING[family].from_dict(given).to_dict()
+    a, b = config_from(given)[0], config_from(full)[0]
+    assert replace(a, num_kv_heads=a.kv_heads, head_size=a.head_dim) == replace(
+        b, num_kv_heads=b.kv_heads, head_size=b.head_dim
+    )
 
 
 def test_hidden_files_of_the_user_stay(tmp_path):
