@@ -5,6 +5,7 @@ numbers, then all weights of a kind, layer by layer (`train_gpt2.py`, write_mode
 `train_gpt2.cu`, gpt2_build_from_checkpoint, of llm.c).
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from fastgpt.checkpoint.tensors import unpickle
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.families import tensors_of
 from fastgpt.errors import UserError, brief
 
 PREFIX = "_orig_mod."
@@ -84,9 +84,8 @@ def read_llmc(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     )
     if padded != -(-V // PADDING) * PADDING:
         raise UserError(f"{path} pads {V} tokens to {padded}: expected a multiple of {PADDING}")
-    shapes = {name: tensors_of(config)[name].shape for name in _order(layers)}
-    shapes["wte.weight"] = torch.Size((padded, C))
-    sizes, dtype = [shape.numel() for shape in shapes.values()], VERSIONS[int(header[1])]
+    shapes, dtype = dict(_shapes(config, padded)), VERSIONS[int(header[1])]
+    sizes = [math.prod(shape) for shape in shapes.values()]
     expected = 4 * NUMBERS + sum(sizes) * dtype.itemsize
     if path.stat().st_size != expected:
         raise UserError(f"{path} has {path.stat().st_size:,} bytes: expected {expected:,}")
@@ -97,10 +96,18 @@ def read_llmc(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     return config, weights
 
 
-def _order(layers: int) -> Iterator[str]:
-    """Yields our names of the tensors in the order of the file."""
-    yield from ("wte.weight", "wpe.weight")
-    for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
-        for kind in ("weight", "bias"):
-            yield from (f"h.{layer}.{part}.{kind}" for layer in range(layers))
-    yield from ("ln_f.weight", "ln_f.bias")
+def _shapes(config: ModelConfig, padded: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields our name and the shape of each tensor in the order of the file."""
+    C = config.dim
+    yield "wte.weight", (padded, C)
+    yield "wpe.weight", (config.context, C)
+    of_layers = {
+        "ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C),
+        "ln_2": (C,), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C),
+    }  # fmt: skip
+    for part, shape in of_layers.items():
+        for kind, size in (("weight", shape), ("bias", shape[:1])):
+            for layer in range(config.num_layers):
+                yield f"h.{layer}.{part}.{kind}", size
+    yield "ln_f.weight", (C,)
+    yield "ln_f.bias", (C,)
