@@ -206,12 +206,13 @@ def _config(said: Fields, shapes: dict[str, list[int]]) -> ModelConfig:
         return float(f"{x:.7g}") if isinstance(x, float) else x  # it has 32 bits there
 
     attention = "blk.0.attn_q.bias" in shapes
+    heads, dim = get("attention.head_count"), get("embedding_length")
     return ModelConfig(
         num_layers=get("block_count"),
-        num_heads=get("attention.head_count"),
+        num_heads=heads,
         num_kv_heads=get("attention.head_count_kv"),
-        head_size=get("attention.key_length"),
-        dim=get("embedding_length"),
+        head_size=get("attention.key_length", dim // heads),
+        dim=dim,
         ffn_dim=get("feed_forward_length"),
         context=get("context_length"),
         vocab_size=shapes["token_embd.weight"][1],
