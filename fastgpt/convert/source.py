@@ -15,6 +15,7 @@ from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
 from fastgpt.convert.families import Fields, config_from, names_of, tensors_of, to_ours, to_theirs
 from fastgpt.convert.foreign import read_llmc, read_nanogpt
+from fastgpt.convert.gguf_reader import read_gguf
 from fastgpt.convert.saved import saved_config
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, reason, shown
@@ -242,8 +243,6 @@ def token_ids(settings: Fields, where: str = "config.json") -> Fields:
 def _of_hf(path: Path) -> OpenedModel:
     """Opens a folder, or a GGUF file, which is read as a folder."""
     if path.is_file():
-        from fastgpt.convert.gguf import read_gguf  # it needs this module
-
         config, stored, tokenizer, hf_files = read_gguf(path)
         unknown = []
     else:

@@ -13,7 +13,8 @@ import fastgpt
 from fastgpt.cli import configure
 from fastgpt.convert import vocabulary
 from fastgpt.convert.__main__ import ConvertConfig
-from fastgpt.convert.gguf import CUTS, KINDS, _tokenizer, write_gguf
+from fastgpt.convert.gguf import KINDS, write_gguf
+from fastgpt.convert.gguf_reader import CUTS, _tokenizer
 from fastgpt.convert.source import read
 from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers.huggingface import LETTERS, JsonTokenizer
