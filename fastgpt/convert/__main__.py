@@ -1,9 +1,4 @@
-"""Converts a model to or from Hugging Face: `python -m fastgpt.convert SOURCE TARGET --to hf`.
-
-SOURCE is a run or checkpoint of fastgpt, a folder of Hugging Face with safetensors files (GPT-2,
-Llama, Qwen3), the name of such a model on the hub, nanoGPT's ckpt.pt, a .bin file of llm.c or a
-.gguf file of llama.cpp.
-"""
+"""Converts a model to or from Hugging Face: `python -m fastgpt.convert SOURCE TARGET --to hf`."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -29,8 +24,8 @@ class ConvertConfig:
     """Converts a model to a folder of Hugging Face, a GGUF file, or a run of fastgpt."""
 
     source: Annotated[str, tyro.conf.Positional]
-    """Model to convert: a run, a checkpoint, a folder of Hugging Face, a name on the hub, nanoGPT's
-    ckpt.pt, a .bin file of llm.c or a .gguf file of llama.cpp."""
+    """Model to convert: a run, a checkpoint, a folder of Hugging Face (GPT-2, Llama, Qwen3), a name
+    on the hub, nanoGPT's ckpt.pt, a .bin file of llm.c or a .gguf file of llama.cpp."""
     target: Annotated[Path, tyro.conf.Positional]
     """Folder to write, or file for gguf; it must not exist yet."""
     to: Literal["hf", "gguf", "run"]

@@ -1,16 +1,13 @@
 """Writing a model as a GGUF file, which llama.cpp and Ollama read."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fastgpt.convert.architectures import GPT2, LLAMA, QWEN3, architecture_for, tensor_maps
-from fastgpt.convert.foreign import gguf_package
+from fastgpt.convert.families import is_transposed, settings_for, to_theirs
+from fastgpt.convert.gguf_reader import names, package, rotated
 from fastgpt.convert.source import OpenedModel
-from fastgpt.convert.target import begin_and_end, renamed
+from fastgpt.convert.target import begin_and_end
 from fastgpt.data.tokenizers import LETTERS
 from fastgpt.errors import UserError, shown
 from fastgpt.sampling.chat import text_elsewhere
@@ -28,15 +25,15 @@ def write_gguf(source: OpenedModel, target: Path, dtype: str) -> None:
     Raises:
         UserError: the package `gguf` is missing, or GGUF lacks the model or its tokenizer.
     """
-    gguf = gguf_package()
-    config, architecture, kind = source.config, architecture_for(source.config), KINDS[dtype]
-    biased = architecture is QWEN3 and (config.bias_at("qkv") or config.bias_at("projection"))
+    gguf, config, kind = package(), source.config, KINDS[dtype]
+    family = settings_for(config)["model_type"]
+    biased = family == "qwen3" and config.bias
     if config.activation not in ("gelu_tanh", "swiglu") or config.rotary_scaling or biased:
         raise UserError(
             f"llama.cpp cannot express this model: --model.activation is {config.activation},"
             " expected gelu_tanh or swiglu; no --model.rotary-scaling; --model.qk-norm without bias"
         )
-    writer = gguf.GGUFWriter(target, architecture.model_type, use_temp_file=True)
+    writer = gguf.GGUFWriter(target, family, use_temp_file=True)
     writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_block_count(config.num_layers)
@@ -45,7 +42,7 @@ def write_gguf(source: OpenedModel, target: Path, dtype: str) -> None:
     writer.add_feed_forward_length(config.ffn_width)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.kv_heads)
-    if architecture is GPT2:
+    if family == "gpt2":
         writer.add_layer_norm_eps(config.epsilon)
     else:
         writer.add_layer_norm_rms_eps(config.epsilon)
@@ -54,21 +51,15 @@ def write_gguf(source: OpenedModel, target: Path, dtype: str) -> None:
         writer.add_rope_freq_base(config.rotary_base)
     _add_vocabulary(writer, source, gguf.TokenType)
 
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH[architecture.model_type.upper()], config.num_layers
-    )
-    maps = tensor_maps(architecture, config)
-    if architecture is GPT2:  # its matrices are (inputs, outputs) at Hugging Face, but not in GGUF
-        maps = {name: replace(x, transposed=False) for name, x in maps.items()}
-    for theirs, x in renamed(source.weights, maps, torch.float32):
-        if architecture is LLAMA and ("q_proj" in theirs or "k_proj" in theirs):
-            # llama.cpp rotates neighbours; we and its Qwen3 rotate elements half a head apart
-            x = x.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).reshape(x.shape)
-        name = names.get_name(theirs, (".weight", ".bias")) or theirs
+    weights = to_theirs(source.weights, config)
+    for theirs, name in names(gguf, config).items():
+        x = rotated(theirs, weights[theirs], config, 2, config.head_dim // 2).float()
+        if is_transposed(theirs, config):  # at Hugging Face, but not here
+            x = x.T
         exact = x.dim() == 1 or name == "position_embd.weight"
         form = gguf.GGMLQuantizationType["F32" if exact else kind]
         try:
-            data = gguf.quantize(x.float().contiguous().numpy(), form)
+            data = gguf.quantize(x.contiguous().numpy(), form)
         except gguf.QuantError as error:
             raise UserError(f"{error}: expected rows of a multiple of 32 weights") from error
         writer.add_tensor(name, data, raw_dtype=form)
@@ -85,11 +76,9 @@ def _add_vocabulary(writer: Any, source: OpenedModel, types: Any) -> None:
     merges = model.get("merges") or []
     begin, end = begin_and_end(source).values()
     end = end[0] if isinstance(end, list) and end else end
-    unsupported = (
-        cut.get("add_prefix_space") or spec.get("normalizer") or model.get("ignore_merges")
-    )
-    unsupported = unsupported or (merges and (end is None or not cut.get("use_regex", True)))
-    if (model.get("type"), cut.get("type")) != ("BPE", "ByteLevel") or unsupported:
+    changed = cut.get("add_prefix_space") or spec.get("normalizer") or model.get("ignore_merges")
+    cannot = changed or (merges and (end is None or not cut.get("use_regex", True)))
+    if (model.get("type"), cut.get("type")) != ("BPE", "ByteLevel") or cannot:
         raise UserError(
             "GGUF needs a tokenizer that merges bytes within GPT-2's words and has an end of text,"
             f" or bytes alone: this model has {'none' if tokenizer is None else tokenizer.kind}"

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fastgpt.checkpoint import checkpoint, tensors
-from fastgpt.checkpoint.tensors import Weights
+from fastgpt.checkpoint.tensors import Weights, in_memory
 from fastgpt.config.config import OpsConfig
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.architecture import Architecture, HFConfig, TensorMap
-from fastgpt.convert.architectures import config_from, tensor_maps
-from fastgpt.convert.foreign import read_gguf, read_llmc, read_nanogpt
+from fastgpt.convert.families import Fields, config_from, names_of, tensors_of, to_ours, to_theirs
+from fastgpt.convert.foreign import read_llmc, read_nanogpt
+from fastgpt.convert.gguf_reader import read_gguf
 from fastgpt.convert.saved import saved_config
 from fastgpt.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from fastgpt.errors import UserError, reason, shown
@@ -117,27 +118,25 @@ def read(source: str) -> OpenedModel:
     """Reads a model, whatever it was written by.
 
     Args:
-        source: folder of a run, whose newest valid checkpoint is taken, of a checkpoint or of a
-            Hugging Face model, or the name of one on the hub, such as `gpt2`; a `.pt` file of
-            nanoGPT or a `.bin` file of llm.c.
+        source: as for `load`.
 
     Raises:
         UserError: there is no such model, it cannot be a GPT of ours, or a file is damaged.
     """
     path = Path(source).expanduser()
-    if (path / "checkpoint.json").is_file() or (path / "checkpoints").is_dir():
+    if _is_run(path):
         return _of_run(path)
+    if not path.exists():
+        path = _downloaded(source)
     if (path / "config.json").is_file() or (path.is_file() and path.suffix == ".gguf"):
-        return _of_folder(path)
+        return _of_hf(path)
     if path.is_file() and path.suffix in READERS:
         config, weights = READERS[path.suffix](path)
-        return OpenedModel(path, config, _mapped(path, tensors.in_memory(weights), config))
-    if path.exists():
-        raise UserError(
-            f"{source} is no model: expected a run or checkpoint, a folder with config.json and"
-            " safetensors files, or a file of nanoGPT (.pt), llm.c (.bin) or llama.cpp (.gguf)"
-        )
-    return _of_folder(_downloaded(source))
+        return OpenedModel(path, config, _checked(path, in_memory(weights), tensors_of(config)))
+    raise UserError(
+        f"{source} is no model: expected a run or checkpoint, a folder with config.json and"
+        " safetensors files, or a file of nanoGPT (.pt), llm.c (.bin) or llama.cpp (.gguf)"
+    )
 
 
 def read_header(source: str) -> ModelConfig:
@@ -147,31 +146,39 @@ def read_header(source: str) -> ModelConfig:
         UserError: there is no such model, or it cannot be a GPT of ours.
     """
     path = Path(source).expanduser()
-    if (path / "checkpoint.json").is_file() or (path / "checkpoints").is_dir():
+    if _is_run(path):
         return saved_config(path).model
     if not path.exists():
         path = _downloaded(source, ["config.json"])
-    if (file := path / "config.json").is_file():
-        return config_from(parse_object(_text(file), file))[0]
+    if (path / "config.json").is_file():
+        return config_from(_json(path / "config.json"))[0]
     return read(source).config
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "checkpoint.json").is_file() or (path / "checkpoints").is_dir()
 
 
 def _of_run(path: Path) -> OpenedModel:
     found, complaints = checkpoint.find(str(path), state=False)
-    config, tokenizer = saved_config(found.path).model, found.path / TOKENIZER_FILE
+    path, config = found.path, saved_config(found.path).model
     return OpenedModel(
-        path=found.path,
+        path=path,
         config=config,
-        weights=_mapped(found.path, found.weights, config),
-        tokenizer=load_tokenizer(tokenizer) if tokenizer.exists() else None,
+        weights=_checked(path, found.weights, tensors_of(config)),
+        tokenizer=_tokenizer(path),
         warnings=complaints,
-        hf_files=read_hf_files(found.path / "huggingface.json"),
+        hf_files=read_hf_files(path / "huggingface.json"),
     )
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    return load_tokenizer(folder) if (folder / TOKENIZER_FILE).exists() else None
 
 
 def read_hf_files(path: Path) -> dict[str, str]:
     """Reads the files that a conversion kept in `huggingface.json`, if any: names and texts."""
-    found = parse_object(_text(path), path) if path.exists() else {}
+    found = _json(path) if path.exists() else {}
     if not all(isinstance(text, str) for text in found.values()):
         raise UserError(f"{path} is damaged: expected names of files and their texts")
     return found
@@ -196,32 +203,7 @@ def _downloaded(name: str, files: Sequence[str] = FILES) -> Path:
         ) from error
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
-
-
-def _of_folder(path: Path) -> OpenedModel:
-    settings, stored, tokenizer, hf_files = (read_gguf if path.is_file() else _parts)(path)
-    config, architecture, unknown = config_from(settings)
-    warnings = [f"config.json: unknown and ignored: {', '.join(unknown)}"] if unknown else []
-    assert config.vocab_size is not None
-    if tokenizer is not None and config.vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size:,} tokens, and config.json has"
-            f" vocab_size {config.vocab_size:,}: expected at least as many"
-        )
-    weights = _mapped(path, stored, config, architecture)
-    return OpenedModel(path, config, weights, tokenizer, warnings, hf_files)
-
-
-def _parts(path: Path) -> tuple[HFConfig, Weights, Tokenizer | None, dict[str, str]]:
-    """Reads a folder: (config.json, weights by their names there, tokenizer, other files)."""
-    settings = parse_object(_text(path / "config.json"), path / "config.json")
-    prefix = config_from(settings)[1].prefix
-    tokenizer = load_tokenizer(path) if (path / TOKENIZER_FILE).is_file() else None
-    hf_files = {name: _text(path / name) for name in HF_FILES if (path / name).is_file()}
-    if ids := token_ids(settings):
-        hf_files["config.json"] = json.dumps(ids)
-    return settings, _stored(path, prefix), tokenizer, hf_files
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def _text(path: Path) -> str:
@@ -231,7 +213,11 @@ def _text(path: Path) -> str:
         raise UserError(f"{path} cannot be read: {reason(error)}") from error
 
 
-def parse_object(text: str, path: Path) -> HFConfig:
+def _json(path: Path) -> Fields:
+    return parse_object(_text(path), path)
+
+
+def parse_object(text: str, path: Path) -> Fields:
     """Parses an object of JSON; raises `UserError`, with the path, if it is something else."""
     try:
         content = parse_json(text)
@@ -242,7 +228,7 @@ def parse_object(text: str, path: Path) -> HFConfig:
     return content
 
 
-def token_ids(settings: HFConfig, where: str = "config.json") -> HFConfig:
+def token_ids(settings: Fields, where: str = "config.json") -> Fields:
     """Returns the fields `TOKEN_IDS` of a config.json, without those that are missing or null."""
     found = {name: settings[name] for name in TOKEN_IDS if settings.get(name) is not None}
     for name, ids in found.items():
@@ -251,23 +237,54 @@ def token_ids(settings: HFConfig, where: str = "config.json") -> HFConfig:
     return found
 
 
-def _stored(path: Path, prefix: str) -> Weights:
-    """Opens the tensors of a folder, in one file or several.
+# --- Hugging Face ---------------------------------------------------------------------------------
 
-    Args:
-        prefix: begins all names but the head's; GPT-2's files on the hub lack it.
-    """
-    found: dict[str, tuple[Weights, str]] = {}
+
+def _of_hf(path: Path) -> OpenedModel:
+    """Opens a folder, or a GGUF file, which is read as a folder."""
+    if path.is_file():
+        config, stored, tokenizer, hf_files = read_gguf(path)
+        unknown = []
+    else:
+        settings = _json(path / "config.json")
+        config, unknown = config_from(settings)
+        stored, tokenizer = _stored(path, config), _tokenizer(path)
+        hf_files = {name: _text(path / name) for name in HF_FILES if (path / name).is_file()}
+        if ids := token_ids(settings):
+            hf_files["config.json"] = json.dumps(ids)
+    assert config.vocab_size is not None
+    if tokenizer is not None and config.vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size:,} tokens, and config.json has"
+            f" vocab_size {config.vocab_size:,}: expected at least as many"
+        )
+    head, table = "lm_head.weight", names_of("wte.weight", config)[0]
+    if (
+        config.tied
+        and {head, table} <= stored.plan.keys()
+        and torch.equal(stored[head], stored[table])
+    ):
+        del stored.plan[head]  # the embedding once more
+    expected = to_theirs(in_memory(tensors_of(config)), config).plan
+    weights = to_ours(_checked(path, stored, expected), config)
+    warnings = [f"config.json: unknown and ignored: {', '.join(unknown)}"] if unknown else []
+    return OpenedModel(path, config, weights, tokenizer, warnings, hf_files)
+
+
+def _stored(path: Path, config: ModelConfig) -> Weights:
+    """Opens the tensors of a folder, in one file or several."""
+    prefix = names_of("wte.weight", config)[0].split(".")[0]  # GPT-2's files on the hub lack it
+    plan: dict[str, Tensor] = {}
+    where: dict[str, tuple[Weights, str]] = {}
     for file in _files(path):
         weights = tensors.read(file)
-        for short in weights:
-            name = short if short.startswith((prefix, "lm_head.")) else f"{prefix}{short}"
-            if name in found:
+        for short, x in weights.plan.items():
+            name = short if short.startswith((f"{prefix}.", "lm_head.")) else f"{prefix}.{short}"
+            if name in plan:
                 raise UserError(f"{name} is in two files: one is {file}")
-            found[name] = weights, short
-
-    plan = {name: weights.plan[short] for name, (weights, short) in found.items()}
-    return Weights(plan, lambda name: found[name][0][found[name][1]])
+            if not name.endswith(BUFFERS):
+                plan[name], where[name] = x, (weights, short)
+    return Weights(plan, lambda name: where[name][0][where[name][1]])
 
 
 def _files(path: Path) -> list[Path]:
@@ -275,7 +292,7 @@ def _files(path: Path) -> list[Path]:
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if single.is_file() or not index.is_file():  # transformers, too, prefers it to an index
         return [single]
-    where = parse_object(_text(index), index).get("weight_map")
+    where = _json(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise UserError(f"{index} has the weight_map {shown(where)}: expected names and files")
     outside = [x for x in where.values() if type(x) is not str or Path(x).name != x]
@@ -284,47 +301,26 @@ def _files(path: Path) -> list[Path]:
     return sorted({path / name for name in where.values()})
 
 
-# --- tensors --------------------------------------------------------------------------------------
-
-
-def _mapped(
-    path: Path, stored: Weights, config: ModelConfig, architecture: Architecture | None = None
-) -> Weights:
-    """Returns a model's tensors under our names, which they have already if there is none.
+def _checked(path: Path, stored: Weights, expected: dict[str, Tensor]) -> Weights:
+    """Returns tensors that have the names and shapes expected, and the values of constants.
 
     Raises:
-        UserError: one is missing, has another shape, or belongs to no part of our model.
+        UserError: one is missing, is another one, or belongs to no part of our model.
     """
-    maps = tensor_maps(architecture, config)
-    for tensor_map in maps.values():
-        for name, shape in zip(tensor_map.names, tensor_map.shapes()):
-            if name not in stored.plan:  # `in stored` would read it
-                raise UserError(f"{path} has no tensor {name}, which its settings ask for")
-            _check(path, name, stored, tensor_map, shape)
-    used = {name for tensor_map in maps.values() for name in tensor_map.names}
-    for name in sorted(stored.keys() - used):
-        tied = name == "lm_head.weight" and architecture is not None
-        again = tied and torch.equal(stored[name], stored[maps["wte.weight"].names[0]])
-        if not again and not (architecture is not None and name.endswith(BUFFERS)):
-            raise UserError(f"{path}: {name} belongs to no part of the model that it describes")
-    present = {name: x for name, x in maps.items() if x.constant is None}
-    plan = {name: x.ours([stored.plan[part] for part in x.names]) for name, x in present.items()}
-    return Weights(
-        plan, lambda name: present[name].ours([stored[part] for part in present[name].names])
-    )
-
-
-def _check(
-    path: Path, name: str, stored: Weights, tensor_map: TensorMap, shape: tuple[int, ...]
-) -> None:
-    part = stored.plan[name]
-    if not part.is_floating_point():
-        raise UserError(f"{path}: {name} holds {part.dtype}: expected floats")
-    if tuple(part.shape) != shape:
-        raise UserError(f"{path}: {name} has the shape {tuple(part.shape)}: expected {shape}")
-    constant = tensor_map.constant
-    if constant is not None and not (stored[name] == constant).all():
-        raise UserError(
-            f"{path}: {name} is not {constant:g} everywhere, although config.json says under"
-            " `fastgpt` that the model has no such tensor"
-        )
+    for name, x in expected.items():
+        if name not in stored.plan:  # `in stored` would read it
+            raise UserError(f"{path} has no tensor {name}, which its settings ask for")
+        part = stored.plan[name]
+        if not part.is_floating_point():
+            raise UserError(f"{path}: {name} holds {part.dtype}: expected floats")
+        if part.shape != x.shape:
+            found, shape = tuple(part.shape), tuple(x.shape)
+            raise UserError(f"{path}: {name} has the shape {found}: expected {shape}")
+        if not x.is_meta and not (stored[name] == x).all():
+            raise UserError(
+                f"{path}: {name} is not constant, although config.json says under `fastgpt` that"
+                " the model has no such tensor"
+            )
+    for name in sorted(stored.keys() - expected.keys()):
+        raise UserError(f"{path}: {name} belongs to no part of the model that it describes")
+    return stored

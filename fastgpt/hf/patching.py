@@ -16,7 +16,7 @@ import torch
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import Sizes
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.architectures import ACTIVATIONS
+from fastgpt.convert.families import ACTIVATIONS, GPT2_NAMES, LLAMA_NAMES
 from fastgpt.device.device import DTYPES, kind_of, missing_for_triton
 from fastgpt.errors import UserError
 from fastgpt.hf import forwards
@@ -76,8 +76,7 @@ def patch(model: Any, *, force: bool = False, batch: int = 4, length: int | None
         Patched: what is patched and what is not, with reasons; print it.
 
     Raises:
-        UserError: the model is of another class or patched already, or transformers is missing or
-            too old.
+        UserError: the model is of another class or patched already, or transformers is too old.
     """
     _require(model)
     if hasattr(model, STATE) and getattr(model, STATE).patched:
@@ -138,21 +137,14 @@ def unpatch(model: Any) -> None:
 
 def _require(model: Any) -> None:
     """Raises UserError unless transformers has the hooks, and the model's class is known."""
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "fastgpt.hf needs the package transformers, which is not installed"
-        ) from error
-    if not hasattr(transformers.PreTrainedModel, "set_attn_implementation"):
-        raise UserError(
-            f"transformers is {transformers.__version__}: expected 4.54 or newer, whose attention"
-            " can be replaced"
-        )
-    if type(model) not in [getattr(transformers, name) for name in CLASSES]:
-        raise UserError(
-            f"cannot patch a {type(model).__name__}: expected one of {', '.join(CLASSES)}"
-        )
+    kind = type(model)
+    if kind.__name__ not in CLASSES or not kind.__module__.startswith("transformers."):
+        raise UserError(f"cannot patch a {kind.__name__}: expected one of {', '.join(CLASSES)}")
+    if not hasattr(model, "set_attn_implementation"):
+        from transformers import __version__
+
+        said = f"transformers is {__version__}: expected 4.54 or newer"
+        raise UserError(f"{said}, whose attention can be replaced")
 
 
 def _obstacles(model: Any, force: bool) -> dict[str, str]:
@@ -190,10 +182,11 @@ def _unable(on: str, force: bool) -> str:
 
 def _activation(model: Any) -> tuple[str, str | None]:
     """Returns the name of the activation in transformers, and ours, None if there is none."""
-    gpt2 = model.config.model_type == "gpt2"
-    name = model.config.activation_function if gpt2 else model.config.hidden_act
-    kind = ACTIVATIONS.get(name)
-    return name, kind if (kind == "swiglu") != gpt2 else None
+    if model.config.model_type == "gpt2":
+        name = model.config.activation_function
+        return name, ACTIVATIONS.get(name)
+    name = model.config.hidden_act
+    return name, "swiglu" if name == "silu" else None
 
 
 def _changes(model: Any, op: str) -> Iterator[tuple[Any, forwards.Forward]]:
@@ -217,19 +210,14 @@ def _changes(model: Any, op: str) -> Iterator[tuple[Any, forwards.Forward]]:
 def _sizes(model: Any, batch: int, length: int | None) -> Sizes:
     """Describes the model to the trials, which depend on its widths and ops alone."""
     config, gpt2 = model.config, model.config.model_type == "gpt2"
-    inner = config.n_inner if gpt2 else config.intermediate_size
+    names = GPT2_NAMES if gpt2 else LLAMA_NAMES
+    sizes: dict[str, Any] = {ours: getattr(config, theirs) for theirs, ours in names.items()}
+    sizes |= {"num_layers": 1, "context": length or min(sizes["context"], 1024)}
     described = ModelConfig(
-        num_layers=1,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None),
-        head_size=getattr(config, "head_dim", None),
-        dim=config.hidden_size,
-        ffn_dim=inner,
-        context=length or min(config.max_position_embeddings, 1024),
+        **sizes,
         vocab_size=config.vocab_size,
         vocab_multiple=1,
         norm="layernorm" if gpt2 else "rmsnorm",
-        norm_eps=config.layer_norm_epsilon if gpt2 else config.rms_norm_eps,
         bias=gpt2,
         activation=_activation(model)[1] or "gelu_tanh",  # pyright: ignore
     )

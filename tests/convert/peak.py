@@ -14,7 +14,7 @@ import torch
 
 from fastgpt.checkpoint.tensors import Weights
 from fastgpt.config.model import ModelConfig
-from fastgpt.convert.architectures import shapes
+from fastgpt.convert.families import tensors_of
 from fastgpt.convert.source import OpenedModel, load
 from fastgpt.convert.target import write_run
 from tests.convert.models import converted
@@ -22,11 +22,7 @@ from tests.convert.models import converted
 
 def random_weights(config: ModelConfig) -> Weights:
     """Returns weights that are drawn when they are read, so that a model is never in memory."""
-    plan = {
-        name: torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        for name, shape in shapes(config).items()
-    }
-
+    plan = {name: x.to(torch.bfloat16) for name, x in tensors_of(config).items()}
     return Weights(plan, lambda name: torch.empty_like(plan[name], device="cpu").normal_(std=0.02))
 
 

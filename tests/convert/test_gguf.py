@@ -12,8 +12,8 @@ import torch
 import fastgpt
 from fastgpt.cli import configure
 from fastgpt.convert.__main__ import ConvertConfig
-from fastgpt.convert.foreign import CUTS, _tokenizer
 from fastgpt.convert.gguf import KINDS, write_gguf
+from fastgpt.convert.gguf_reader import CUTS, _tokenizer
 from fastgpt.convert.source import read
 from fastgpt.convert.target import write_run, write_tokenizer
 from fastgpt.data.tokenizers import LETTERS, Tokenizer

@@ -3,6 +3,7 @@
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3Config
 
 import fastgpt
+from fastgpt.checkpoint.tensors import in_memory
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
-from fastgpt.convert.architectures import architecture_for, config_from, settings_for, tensor_maps
+from fastgpt.convert.families import config_from, settings_for, to_theirs
 from fastgpt.convert.source import read
 from fastgpt.convert.target import write_tokenizer
 from tests.convert.models import (
@@ -50,7 +52,7 @@ FAMILIES = {
 
 def test_each_recipe_of_gpt2s_size_can_be_written():
     names = [name for name in RECIPES if "gpt2" in name]
-    found = {name: architecture_for(RECIPES[name][1].model).model_type for name in names}
+    found = {name: settings_for(RECIPES[name][1].model)["model_type"] for name in names}
     assert found == dict.fromkeys(names, "gpt2") | {"gpt2-124m-modern": "qwen3"}
 
 
@@ -97,10 +99,11 @@ def test_logits_and_gradients_are_theirs(family, tmp_path):
     upstream = torch.randn_like(logits)
     logits.backward(upstream)
     expected.backward(upstream)
-    maps, found = tensor_maps(architecture_for(ours.config), ours.config), {}
+    gradients = {}
     for name, weight in ours.named_parameters():
         rows = V if name in ("wte.weight", "lm_head.weight") else None
-        found |= maps[name].theirs(weight.grad[:rows])
+        gradients[name] = weight.grad[:rows]
+    found = dict(to_theirs(in_memory(gradients), ours.config))
     for name, weight in model.named_parameters():
         error = (found.pop(name) - weight.grad).abs().max() / weight.grad.abs().max()
         assert error < 1e-5, name
@@ -150,6 +153,22 @@ def test_a_config_of_qwen3_has_the_fields_of_transformers(tmp_path):
     assert read(str(folder)).warnings == []
 
 
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("gpt2", {"n_layer": 1, "n_head": 4, "n_embd": 32, "n_positions": 9}),
+    ("llama", {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 32,
+               "intermediate_size": 50, "max_position_embeddings": 9}),
+    ("qwen3", {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+               "hidden_size": 32, "intermediate_size": 50, "max_position_embeddings": 9}),
+])  # fmt: skip
+def test_fields_that_are_missing_have_the_values_of_transformers(family, sizes):
+    given = sizes | {"model_type": family, "vocab_size": V}
+    full = CONFIG_MAPPING[family].from_dict(given).to_dict()
+    a, b = config_from(given)[0], config_from(full)[0]
+    assert replace(a, num_kv_heads=a.kv_heads, head_size=a.head_dim) == replace(
+        b, num_kv_heads=b.kv_heads, head_size=b.head_dim
+    )
+
+
 def test_hidden_files_of_the_user_stay(tmp_path):
     run, own = saved_run(tmp_path / "run"), tmp_path / ".model-0.5"
     own.write_text("mine")
@@ -181,8 +200,8 @@ def test_conversions_hold_one_model():
 def test_dropout_is_carried_over_where_it_has_one_probability(options):
     model = ModelConfig(vocab_size=V, dropout=0.2, dropout_places=("attention",), **options)
     there = settings_for(model)
-    config, _, unknown = config_from(there)
+    config, unknown = config_from(there)
     assert (config.dropout, config.dropout_places, unknown) == (0.2, ("attention",), [])
     if not options:
-        config, _, unknown = config_from(there | {"embd_pdrop": 0.1})
-        assert (config.dropout, unknown) == (0.0, ["attn_pdrop", "embd_pdrop", "resid_pdrop"])
+        config, unknown = config_from(there | {"embd_pdrop": 0.1})
+        assert (config.dropout, unknown) == (0.0, ["attn_pdrop", "embd_pdrop"])
