@@ -80,7 +80,8 @@ def read_blocks(path: str) -> Iterator[bytes]:
         UserError: it cannot be read, is not packed as its name says, or pyarrow is missing.
     """
     try:
-        with LocalFileSystem().open(path, "rb", compression="infer") as file:
+        opened: Any = LocalFileSystem().open(path, "rb", compression="infer")
+        with opened as file:
             while block := file.read(CHUNK_BYTES):
                 yield block
     except ImportError as error:
