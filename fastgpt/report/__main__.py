@@ -22,9 +22,6 @@ class ReportConfig:
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Page to write; by default report.html, in the folder of the run, or for several runs in the
     current folder."""
-    text: str = ""
-    """Text to colour by loss: a file, a folder, or a prepared dataset, whose validation tokens are
-    used. By default it is the validation text of each run."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -44,7 +41,7 @@ def main(argv: list[str]) -> None:
     out = folder / "report.html" if config.out is None else config.out
     if config.out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise UserError(f"--out is {out}: expected a file in a folder that exists")
-    write_report(config.runs, out, config.text)
+    write_report(config.runs, out)
     print_text(f"wrote {out.absolute()}")
 
 

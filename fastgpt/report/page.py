@@ -14,12 +14,11 @@ from fastgpt.commands import resume_command, sample_command
 from fastgpt.config.checks import flag
 from fastgpt.config.config import flat
 from fastgpt.config.recipes import RECIPES
-from fastgpt.errors import UserError, reason, writing
+from fastgpt.errors import writing
 from fastgpt.evaluate.validation import perplexity
 from fastgpt.files import write_atomically
 from fastgpt.report.curves import AXES, curves
 from fastgpt.report.data import Run, evenly, finding, read_run
-from fastgpt.report.tokens import coloured_text
 from fastgpt.terminal import short
 
 MAX_ROWS = 40
@@ -37,12 +36,11 @@ NAMES = (
 )
 
 
-def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
+def write_report(paths: Sequence[Path], out: Path) -> None:
     """Writes the page of one run, or of several with their curves over each other.
 
     Args:
         out: the page to write or replace.
-        text: the text to colour; if empty, the validation text of each run.
 
     Raises:
         UserError: a path is no run, or the page cannot be written.
@@ -51,7 +49,7 @@ def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
     labels = [f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, start=1)]
     runs = [read_run(path, label) for path, label in zip(paths, labels)]
     script, figures = curves(runs)
-    facts = [_facts(run, text) for run in runs]
+    facts = [_facts(run) for run in runs]
     settings = [(name, *(x["settings"][name] for x in facts)) for name in facts[0]["settings"]]
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
@@ -71,15 +69,8 @@ def write_report(paths: Sequence[Path], out: Path, text: str = "") -> None:
         write_atomically(out, html.encode("utf-8", "replace"))
 
 
-def _facts(run: Run, text: str) -> dict[str, Any]:
+def _facts(run: Run) -> dict[str, Any]:
     """Returns what the page shows of one run."""
-    coloured = None
-    try:
-        coloured = coloured_text(run, text)
-    except (UserError, OSError) as error:
-        if text:
-            raise UserError(f"--text is {text}: {reason(error)}") from error
-        run.notes.append(f"There is no coloured text: {error}.")
     command, ranks = (run.manifest.get(name) for name in ("command", "ranks"))
     resume = resume_command(run.path, ranks if isinstance(ranks, int) else 1)
     longer = f" --steps {2 * run.config.steps}" if run.last_step >= run.config.steps else ""
@@ -93,7 +84,7 @@ def _facts(run: Run, text: str) -> dict[str, Any]:
     if isinstance(resumes := manifest.get("resumes"), list):
         manifest["resumes"] = dict(enumerate(resumes, start=1))
     return {
-        "run": run, "text": coloured, "finding": finding(run), "changed": changed,
+        "run": run, "finding": finding(run), "changed": changed,
         "commands": {"start": shlex.join(typed), "resume": resume + longer,
                      "sample": sample_command(run.checkpoint)},
         "manifest": sorted(flat(manifest).items()),

@@ -11,8 +11,7 @@ import torch
 
 import fastgpt
 from fastgpt import __main__ as page
-from fastgpt import cli, prepare, sample
-from fastgpt.compare import __main__ as compare
+from fastgpt import cli, compare, prepare, sample
 from fastgpt.config.config import COMMON
 from fastgpt.config.recipes import RECIPES
 from fastgpt.convert import __main__ as convert
@@ -34,7 +33,7 @@ COMMANDS = {
     "python -m fastgpt.prepare": (prepare.main, "--out: a path"),
     "python -m fastgpt.data": (data.main, "--tokenizer: text"),
     "python -m fastgpt.evaluate": (evaluate.main, "--tasks: "),
-    "python -m fastgpt.compare": (compare.main, "--diverge, --no-diverge"),
+    "python -m fastgpt.compare": (compare.main, "--json, --no-json"),
     "python -m fastgpt.doctor": (doctor.main, "--gpus "),
     "python -m fastgpt.convert": (convert.main, "--dtype: "),
     "python -m fastgpt.serve": (serve.main, "--slots: an integer"),

@@ -3,17 +3,13 @@
 import json
 import re
 import shutil
-from html import unescape
 
 import numpy as np
 import pytest
-import torch
 
-from fastgpt.convert.source import load
 from fastgpt.errors import UserError, run_command
 from fastgpt.report import __main__ as command
 from fastgpt.report.data import SAMPLES, finding, read_run
-from fastgpt.report.tokens import VISIBLE, token_losses
 from tests.processes import ended
 from tests.runs import one_line_error
 
@@ -28,53 +24,10 @@ def page_of(*runs, flags=()):
     return out.read_text()
 
 
-def tokens_on(page):
-    """Returns text, loss and likeliest tokens of each token: what the pointer shows."""
-    for tip, text in re.findall(r'data-tip="(.*?)">(.*?)</span>', page, re.S):
-        first, *rows = unescape(tip).split("\n")
-        likeliest = [(row[10:], float(row[:6]) / 100) for row in rows]
-        yield unescape(text), float(first.rpartition("loss ")[2]), likeliest
-
-
 def log(run, *records, samples=""):
     lines = [json.dumps(x) if isinstance(x, dict) else x for x in records]
     (run / "metrics.jsonl").write_text("\n".join(lines))
     (run / "samples.txt").write_text(samples, errors="surrogatepass")
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
-def test_text_is_coloured_by_the_losses_of_the_best_checkpoint(fit, text, tokenizer):
-    run = fit(f"--data.tokenizer {tokenizer}")
-    page, (model, chosen) = page_of(run), load(run / "checkpoints" / "best")
-    tokens, [first] = [*tokens_on(page)], re.findall(r'class="text">(.*?)<span', page)
-    assert "<code>best (step 8)</code>" in page
-    told = first + "".join(piece for piece, _, _ in tokens)
-    assert text.read_text().endswith(told)
-    ids = torch.from_numpy(chosen.encode(told).astype(np.int64))
-    assert len(ids) == len(tokens) + 1 > 20
-    log_p = model(ids[None, :16])[0].log_softmax(-1)
-    for (piece, loss, likeliest), target, row in zip(tokens, ids[1:], log_p):
-        assert piece == chosen.decode([target])
-        assert loss == pytest.approx(-row[target].item(), abs=1e-3)
-        p, best = row.exp().topk(5)
-        assert [chance for _, chance in likeliest] == pytest.approx(p.tolist(), abs=1e-4)
-        assert [other for other, _ in likeliest] == [
-            chosen.decode([x]).translate(VISIBLE) for x in best.tolist()
-        ]
-
-
-def test_each_token_is_scored_once_with_at_least_half_of_the_context(fit):
-    model, windows, ids = load(fit())[0], [], torch.randint(256, (50,))
-    hook = model.register_forward_pre_hook(lambda _, inputs: windows.append(inputs[0][0]))
-    losses, log_p, likeliest = token_losses(model, ids)
-    hook.remove()
-    assert [len(window) for window in windows] == [16, 16, 16, 16, 16, 9]
-    assert losses.shape == (49,)
-    assert log_p.shape == likeliest.shape == (49, 5)
-    for place in (3, 20, 48):  # windows begin at 0, 8, 16, ...
-        start = max(0, (place - 8) // 8 * 8)
-        whole = model(ids[None, start : start + 16])[0, place - start].log_softmax(-1)
-        assert losses[place].item() == pytest.approx(-whole[ids[place + 1]].item(), abs=1e-5)
 
 
 def test_figures_come_from_the_log_and_time_from_the_speed(fit):
@@ -137,7 +90,7 @@ def test_the_last_evaluation_counts_by_its_loss_over_the_text_of_the_others(fit)
     assert found.best == 2
 
 
-@pytest.mark.parametrize("lost", ["metrics.jsonl", "samples.txt", "manifest.json", "checkpoints/*"])
+@pytest.mark.parametrize("lost", ["metrics.jsonl", "samples.txt", "manifest.json"])
 def test_what_is_missing_is_a_note(fit, lost):
     run = fit()
     for path in run.glob(lost):
@@ -147,7 +100,6 @@ def test_what_is_missing_is_a_note(fit, lost):
         "metrics.jsonl": "logged 0 of 8 steps",
         "samples.txt": "There are no samples",
         "manifest.json": "the machine is unknown",
-        "checkpoints/*": "no coloured text",
     }
     assert [note for note in said.values() if note in page][:1] == [said[lost]]
     (run / "manifest.json").write_text('{"data": 3, "ops": [1], "resumes": {"a": 1}, "ranks": "x"}')
@@ -162,7 +114,6 @@ def test_bad_arguments_are_errors_of_one_line(fit, tmp_path, capfd, monkeypatch)
         ([], "no RUN was given"),
         ([str(run), "-o", str(tmp_path)], "expected a file in a folder that exists"),
         ([str(run), "-o", str(tmp_path / "no" / "page.html")], "expected a file in a folder"),
-        ([str(run), "--text", "none.txt"], "--text is none.txt: source 'none.txt': no such"),
     ]:
         monkeypatch.setattr("sys.argv", ["report", *arguments])
         assert said in one_line_error(capfd, run_command, command.main)

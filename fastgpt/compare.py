@@ -1,9 +1,9 @@
-"""`python -m fastgpt.compare A B`: what differs between two runs, and from which tensor on."""
+"""`python -m fastgpt.compare A B`: what differs between two runs."""
 
 import json
 import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -12,14 +12,13 @@ import tyro
 
 from fastgpt import flags
 from fastgpt.checkpoint import checkpoint
-from fastgpt.config.checks import NOT_NEGATIVE, POSITIVE, check_fields
 from fastgpt.config.config import flat
 from fastgpt.convert.saved import saved_config
 from fastgpt.errors import UserError, run_command
 from fastgpt.files import parse_json
 from fastgpt.logs.metrics import comparable, is_whole, read_records
 from fastgpt.run.directory import is_run
-from fastgpt.terminal import print_line, print_text, table
+from fastgpt.terminal import print_text, table
 
 MANIFEST = (
     *("commit", "versions", "device", "on", "ranks", "precision", "compile", "micro_batch", "ops"),
@@ -41,17 +40,6 @@ class Arguments:
     """Folders of the runs A and B, or checkpoints in them."""
     json: bool = False
     """Print JSON, with what is equal, too."""
-    diverge: bool = False
-    """Step both side by side, and name the first tensor that differs."""
-    start: Annotated[int | None, NOT_NEGATIVE] = None
-    """Step to begin at: 0, or one where both have a checkpoint; by default the last of these."""
-    steps: Annotated[int, POSITIVE] = 100
-    """Largest number of steps to take."""
-    bound: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Largest absolute difference of two numbers that is none; at 0 they have the same bits."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 class ComparedRun:
@@ -121,29 +109,15 @@ def main(argv: list[str]) -> int:
     """Runs the command line `argv`, and returns the exit status."""
     asked = flags.command(Arguments, argv, prog="python -m fastgpt.compare")
     a, b = (ComparedRun(path.expanduser()) for path in asked.runs)
-    every, found = facts(a, b), None
+    every = facts(a, b)
     differs = any(x != y and not HARMLESS.fullmatch(name) for name, (x, y) in every.items())
     said = [differences(every)]
     if any(x != y and None not in (x, y) for name, (x, y) in every.items() if name in TEXT):
         said.append("the texts differ: their losses cannot be compared")
     said.append("the runs differ" if differs else "nothing that decides the result differs")
-    if asked.diverge:
-        from fastgpt.compare.diverge import diverge  # slow to import
-
-        common = a.checkpoints.keys() & b.checkpoints.keys()
-        start = max(common, default=0) if asked.start is None else asked.start
-        if start not in common:
-            had = f"{sorted(a.checkpoints)} and {sorted(b.checkpoints)}"
-            raise UserError(f"--start is {start}: expected a step of both runs, which have {had}")
-        one, two = (replace(run.config, resume=run.checkpoints[start]) for run in (a, b))
-        found = diverge(one, two, asked.steps, asked.bound, print_line)
-        said.append(f"no tensor differs in {asked.steps} steps after step {start}")
-        if found:
-            when = "in" if found["step"] > start else "at the start, after"
-            said[-1] = " ".join(str(x) for x in (f"first {when} step", *found.values()) if x != "")
-    answer = {"differs": differs, "facts": every, "diverges": found}
+    answer = {"differs": differs, "facts": every}
     print_text(json.dumps(answer, indent=1, default=str) if asked.json else "\n".join(said))
-    return int(differs or found is not None)
+    return int(differs)
 
 
 if __name__ == "__main__":

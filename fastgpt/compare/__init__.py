@@ -1,1 +1,0 @@
-"""Comparison of two runs: what they recorded, and the first tensor in which their steps differ."""
