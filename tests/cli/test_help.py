@@ -116,7 +116,7 @@ def test_all_recipes_are_listed(printed):
 def test_python_m_fastgpt_lists_every_command():
     rooms = {path.parent.name for path in Path(fastgpt.__file__).parent.glob("*/__main__.py")}
     listed = re.findall(r"^python -m fastgpt\.(\w+) .{,60}$", str(page.__doc__), re.M)
-    assert {*listed} == rooms | {"cli", "prepare", "sample"}
+    assert {*listed} == rooms | {"cli", "compare", "prepare", "sample"}
 
 
 def test_version_is_that_of_the_newest_release(printed):
