@@ -27,7 +27,8 @@ from fastgpt.data.corpus import (
     read_manifest,
     read_prepared,
 )  # fmt: skip
-from fastgpt.data.sources import HUB, HUB_PREFIX, UTF_8, Source, find_source
+from fastgpt.data.reading import UTF_8, Source
+from fastgpt.data.sources import HUB, HUB_PREFIX, find_source
 from fastgpt.data.tokenizers import KINDS, check_kind, make_tokenizer, tokenizer_file
 from fastgpt.data.verify import check_once, file_stamp
 from fastgpt.data.writing import PrepareOptions, Report, write_directory
@@ -86,7 +87,7 @@ def open_corpus(
 
 def _key(source: Source, settings: PrepareOptions) -> str:
     """Returns a hash of everything that decides the result: files by path, size and time."""
-    paths = [file.path for file in source.files]
+    paths = [] if source.format == "hub" else [file.path for file in source.files]
     if settings.tokenizer not in KINDS:
         paths.append(str(tokenizer_file(Path(settings.tokenizer).expanduser())))
     facts = [FORMAT_VERSION, asdict(source), asdict(settings), *map(file_stamp, paths)]

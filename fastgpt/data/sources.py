@@ -13,16 +13,15 @@ import platform
 import re
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from fastgpt.data.documents import load_hub
 from fastgpt.data.download import published_file
+from fastgpt.data.reading import OPENERS, UTF_8, Source, SourceFile, load_splits
 from fastgpt.errors import UserError, unknown_name
 from fastgpt.files import data_dir
 
-UTF_8 = "utf-8"
 SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_URL = (
@@ -52,7 +51,6 @@ FORMATS = {
     ".arrow": "arrow",
 }  # fmt: skip
 """Formats of documents, by suffix; all other files are texts."""
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 SPLIT_NAMES = {"train": "train", "valid": "val", "validation": "val", "val": "val", "test": "test"}
 
 # Tests and installed packages are not the library; encodings and pydoc_data are nearly all
@@ -68,61 +66,6 @@ STDLIB_SKIPPED_FILES = frozenset((
 # Written when Python itself is built: they differ between machines with the same version.
 STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "config-")
 STDLIB_MIN_BYTES = 1_000_000
-
-
-class SourceFile(NamedTuple):
-    """A file of a source."""
-
-    path: str
-    """Local path, or `hf:owner/name...` on the hub."""
-    split: Literal["train", "val"] | None = None
-    """Split that its name tells."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """Files of one format, and how to read them."""
-
-    name: str
-    """Short name, fit for a file name."""
-    given: str
-    """The name or path by which it was asked for; of the hub, hf:owner/name..."""
-    files: tuple[SourceFile, ...]
-    """Files in the order in which they are read."""
-    format: Literal["text", "jsonl", "parquet", "arrow", "hub"] = "text"
-    separator: str | None = None
-    """Text between the documents of a file; None: a file is one document."""
-    field: str = "text"
-    """The field or column that holds the text (JSON lines, Parquet, Arrow, the hub)."""
-    ends_lines: bool = False
-    """Adds a newline to files that lack it, so that a folder's next file begins a new line."""
-    encoding: str = UTF_8
-    """Encoding of texts; JSON lines, Parquet, Arrow and the hub are always UTF-8."""
-    python: str | None = None
-    """Python version of the built-in corpus; None for every other source."""
-
-    @property
-    def plain(self) -> bool:
-        """True for plain texts, False for sets of documents."""
-        return self.separator is None and self.format == "text"
-
-    @property
-    def split(self) -> Literal["named", "tail", "hash"]:
-        """Method of holding out text: by file name, the end of the text, or documents by hash."""
-        if self.files[0].split is not None:
-            return "named"
-        return "tail" if self.plain else "hash"
-
-
-class TextChunk(NamedTuple):
-    """A document, or a part of a long one."""
-
-    text: str | bytes
-    """Content: text, or bytes of UTF-8 if the source is read raw."""
-    begins: bool
-    """True if a document begins with this chunk."""
-    split: str | None
-    """Split of the text; None: chosen by its place or by the document's hash."""
 
 
 def resolve_source(source: str, warn: Callable[[str], None]) -> str:
@@ -196,19 +139,11 @@ def _find(source: str) -> Source:
         return Source(name=source, given=source, files=(SourceFile(str(path)),))
     if source in HUB and (data_dir() / source).is_dir():
         return _local(str(data_dir() / source))
-    hub = HUB.get(source, source)
-    if not hub.startswith(HUB_PREFIX):
-        return _local(source)
-    name = source if source in HUB else _file_name(source.split("@")[0].split("/", 1)[-1])
-    try:
-        splits: Any = load_hub(hub)
-    except UserError as error:
-        raise UserError(
-            f"{error}; or get its files another way (Parquet, .jsonl or .txt), put them into"
-            f" {data_dir() / name} and use that folder"
-        ) from error
-    files = tuple(SourceFile(hub, split if len(splits) > 1 else None) for split in splits)
-    return Source(name=name, given=hub, files=files, format="hub")
+    if source in HUB:
+        return _hub(HUB[source], source)
+    if source.startswith(HUB_PREFIX):
+        return _hub(source, _file_name(source.split("@")[0].split("/", 1)[-1]))
+    return _local(source)
 
 
 def stdlib_source(root: Path) -> Source:
@@ -234,6 +169,18 @@ def stdlib_source(root: Path) -> Source:
         )
     files = tuple(map(SourceFile, paths))
     return Source(name="builtin", given="builtin", files=files, python=platform.python_version())
+
+
+def _hub(source: str, name: str) -> Source:
+    try:
+        splits: Any = load_splits(source)
+    except UserError as error:
+        raise UserError(
+            f"{error}; or get its files another way (Parquet, .jsonl or .txt), put them into"
+            f" {data_dir() / name} and use that folder"
+        ) from error
+    files = tuple(SourceFile(source, split if len(splits) > 1 else None) for split in splits)
+    return Source(name=name, given=source, files=files, format="hub")
 
 
 def _local(source: str) -> Source:
@@ -273,8 +220,8 @@ def _local(source: str) -> Source:
 
 
 def _format(path: str) -> Any:
-    """Returns the format of a file by its suffix, without .gz or .zst."""
-    suffixes = [suffix for suffix in Path(path.lower()).suffixes if suffix not in COMPRESSED]
+    """Returns the format of a file by its suffix, without that of compression."""
+    suffixes = [suffix for suffix in Path(path.lower()).suffixes if suffix not in OPENERS]
     return FORMATS.get(suffixes[-1] if suffixes else "", "text")
 
 

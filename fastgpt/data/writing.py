@@ -18,9 +18,8 @@ from typing import Any, cast
 import numpy as np
 
 from fastgpt.data.corpus import FORMAT_VERSION, MANIFEST, SPLITS
-from fastgpt.data.reading import read_chunks
+from fastgpt.data.reading import UTF_8, Source, TextChunk, read_chunks
 from fastgpt.data.shards import HEADER_BYTES, MAX_TOKENS, shard_header, token_dtype
-from fastgpt.data.sources import UTF_8, Source, TextChunk
 from fastgpt.data.tokenizers import SIZED, TOKENIZER_FILE, ByteTokenizer, Tokenizer, make_tokenizer
 from fastgpt.errors import UserError, counted
 from fastgpt.files import cores, sha256_of, sync, write_atomically
@@ -102,8 +101,8 @@ def batches(source: Source, *, raw: bool, tail_starts: int | None) -> Iterator[l
 def _split(chunk: TextChunk, cut: int) -> list[TextChunk]:
     """Cuts `chunk` where the held-out tail begins."""
     parts = (
-        chunk._replace(text=chunk.text[:cut], split="train"),
-        chunk._replace(text=chunk.text[cut:], split="val", begins=chunk.begins and cut == 0),
+        replace(chunk, text=chunk.text[:cut], split="train"),
+        replace(chunk, text=chunk.text[cut:], split="val", begins=chunk.begins and cut == 0),
     )
     return [part for part in parts if part.text]
 

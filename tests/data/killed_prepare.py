@@ -15,9 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets.iterable_dataset  # noqa: F401 - with torch below it, seconds in each child
-import torch.utils.data  # noqa: F401
-
 from fastgpt.data import reading, writing
 from fastgpt.data.preparation import prepare
 from fastgpt.data.shards import read_header

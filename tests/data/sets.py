@@ -1,7 +1,9 @@
 """Small datasets in every format, and readers that share no code with the program under test."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import random
 import struct
@@ -56,16 +58,26 @@ def texts(count: int, longest: int = 12, seed: int = 0) -> list[str]:
     return [f"{i} " + " ".join(draw.choices(words, k=n)) for i, n in enumerate(lengths)]
 
 
-PACKERS = {".gz": gzip.compress, ".zst": partial(pyarrow.Codec("zstd").compress, asbytes=True)}
+PACKERS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": partial(pyarrow.Codec("zstd").compress, asbytes=True),
+}
 
 
 def write_documents(
     path: Path, texts: Sequence[str | None], *, separator: str = "", field: str = "text"
 ) -> Path:
     """Writes documents in the format of the file's name: JSON lines, Parquet, else a text."""
+    table = pyarrow.table({"id": list(range(len(texts))), field: texts})
+    rows = 3 if len(texts) < 1000 else 1000
+    if path.suffix == ".arrow":
+        new = pyarrow.ipc.new_file if ".feather" in path.suffixes else pyarrow.ipc.new_stream
+        with new(path, table.schema) as file:
+            file.write_table(table, rows)
+        return path
     if path.suffix == ".parquet":
-        table = pyarrow.table({"id": list(range(len(texts))), field: texts})
-        rows = 3 if len(texts) < 1000 else 1000
         pyarrow.parquet.write_table(table, path, row_group_size=rows)
         return path
     if any(suffix in (".jsonl", ".ndjson", ".json") for suffix in path.suffixes):

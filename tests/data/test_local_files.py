@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fastgpt.data import reading
-from fastgpt.data.reading import read_blocks, read_chunks
+from fastgpt.data.reading import opened, read_chunks
 from fastgpt.data.sources import find_source
 from fastgpt.errors import UserError
 from tests.data.sets import PACKERS, write_documents
@@ -37,10 +37,10 @@ def names(given, root):
 
 @pytest.mark.parametrize("suffix", ["", *PACKERS])
 @pytest.mark.parametrize("size", [7, 10**6])
-def test_every_kind_of_file_is_unpacked_to_its_end(tmp_path, monkeypatch, suffix, size):
-    monkeypatch.setattr(reading, "CHUNK_BYTES", size)
+def test_every_kind_of_file_is_unpacked_to_its_end(tmp_path, suffix, size):
     path = write_documents(tmp_path / f"x.txt{suffix}", [CONTENT.decode()])
-    assert b"".join(read_blocks(str(path))) == CONTENT
+    with opened(str(path)) as stream:
+        assert b"".join(iter(lambda: stream.read(size), b"")) == CONTENT
 
 
 def flipped(packed):
@@ -61,19 +61,19 @@ def test_damaged_compressed_file_is_named(tmp_path, suffix, damage, said):
     path = tmp_path / f"x.txt{suffix}"
     path.write_bytes(damage(PACKERS[suffix](CONTENT)))
     complaint = rf"^cannot read .*x\.txt\{suffix}: {said}$"
-    with pytest.raises(UserError, match=complaint):
-        list(read_blocks(str(path)))
+    with pytest.raises(UserError, match=complaint), opened(str(path)) as stream:
+        list(iter(lambda: stream.read(100), b""))
 
 
 def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     complaint = rf"cannot read {tmp_path}: Is a directory"
-    with pytest.raises(UserError, match=complaint):
-        list(read_blocks(str(tmp_path)))
+    with pytest.raises(UserError, match=complaint), opened(str(tmp_path)):
+        pass
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "x.zst").write_bytes(b"x")
     complaint = r"\.zst files needs pyarrow: make setup EXTRAS=data"
-    with pytest.raises(UserError, match=complaint):
-        list(read_blocks(str(tmp_path / "x.zst")))
+    with pytest.raises(UserError, match=complaint), opened(str(tmp_path / "x.zst")):
+        pass
 
 
 # --- which files ----------------------------------------------------------------------------------

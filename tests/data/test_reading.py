@@ -4,11 +4,10 @@ import io
 import numpy as np
 import pyarrow.parquet
 import pytest
-from fsspec.implementations import local
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgpt.data import documents, reading
+from fastgpt.data import reading
 from fastgpt.data.reading import read_chunks
 from fastgpt.data.sources import find_source
 from fastgpt.data.tokenizers import make_tokenizer
@@ -32,9 +31,8 @@ MIXED = st.lists(
 @pytest.fixture
 def small(monkeypatch):
     """Makes every buffer so small that documents are cut wherever they can be."""
-    monkeypatch.setattr(reading, "CHUNK_BYTES", 7)
-    monkeypatch.setattr(reading, "MAX_CHUNK", 25)
-    monkeypatch.setattr(documents, "BATCH_ROWS", 2)
+    for name, value in {"CHUNK_BYTES": 7, "BATCH_ROWS": 2, "MAX_CHUNK": 25}.items():
+        monkeypatch.setattr(reading, name, value)
 
 
 @pytest.fixture(scope="module", params=["gpt2", "bpe", "wordpiece"])
@@ -97,7 +95,7 @@ def test_folder_is_read_as_one_text_whose_files_end_their_lines(tmp_path, small,
 PACKED = [f"{kind}{suffix}" for kind in ("jsonl", "txt") for suffix in ("", *PACKERS)]
 
 
-@pytest.fixture(params=["ndjson", "json", "parquet", *PACKED])
+@pytest.fixture(params=["ndjson", "json", "parquet", "arrow", "feather.arrow", *PACKED])
 def written(request, tmp_path):
     separator = "\n<|end|>\n" if request.param.startswith("txt") else ""
     path = write_documents(tmp_path / f"x.{request.param}", DOCUMENTS, separator=separator)
@@ -168,21 +166,28 @@ def test_separator_that_never_comes_is_named_before_memory_is_full(tmp_path, mon
         chunks(tmp_path / "x.txt", separator="--")
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz"])
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.jsonl", "x.jsonl.zst"])
 def test_no_more_is_read_than_is_asked_for(tmp_path, monkeypatch, name):
     noise = np.random.default_rng(0).bytes(4 * reading.CHUNK_BYTES).hex()  # it packs badly
     texts = [noise[i : i + 1000] for i in range(0, len(noise), 1000)]
     path = write_documents(tmp_path / name, texts, separator=" ")
     files = []
 
-    def remembered(*args, **options):
-        files.append(io.open(*args, **options))  # noqa: SIM115, UP020 - fsspec has another open
+    def remembered(*args):
+        files.append(io.open(*args))  # noqa: SIM115, UP020 - reading has another open
         return files[0]
 
-    monkeypatch.setattr(local, "open", remembered, raising=False)
+    monkeypatch.setattr(reading, "open", remembered, raising=False)
     found = read_chunks(find_source(str(path)))
     next(found)
     [file] = files
     assert 0 < file.raw.tell() <= 3 * reading.CHUNK_BYTES < path.stat().st_size
     found.close()
     assert file.closed
+
+
+def test_line_of_json_without_end_is_named_before_memory_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "MAX_LINE", 100)
+    write_documents(tmp_path / "x.jsonl.gz", ["short", "a" * 10**6])
+    with pytest.raises(UserError, match=r"line 2: expected a JSON object"):
+        chunks(tmp_path / "x.jsonl.gz")

@@ -13,7 +13,7 @@ def nowhere(tmp_path, monkeypatch):
     """Provides no files, and a network that must not be used."""
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
     monkeypatch.setattr(download, "_download", None)
-    monkeypatch.setattr(sources, "load_hub", None)
+    monkeypatch.setattr(sources, "load_splits", None)
 
 
 # --- names ----------------------------------------------------------------------------------------
