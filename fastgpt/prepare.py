@@ -25,10 +25,10 @@ class Arguments(PrepareOptions):
     """Tokenizes text once, for many runs, and writes it as token shards."""
 
     source: Annotated[str, tyro.conf.Positional]
-    """Text to prepare: a name, file, folder or quoted pattern. Files are text, JSON lines or
-    Parquet, also as .gz or .zst. Names are builtin, shakespeare, tinystories, openwebtext, fineweb,
-    fineweb-edu, and hf:owner/name[/configuration][@revision] for a dataset of the Hugging Face
-    hub."""
+    """Text to prepare: a name, file, folder or quoted pattern. Files are text, JSON lines (both
+    also as .gz, .bz2, .xz or .zst), Parquet or Arrow. Names are builtin, shakespeare, tinystories,
+    openwebtext, fineweb, fineweb-edu, and hf:owner/name[/configuration][@revision] for a dataset of
+    the Hugging Face hub."""
     out: Path
     """Folder to write, which must be empty or not exist."""
     workers: int | None = None

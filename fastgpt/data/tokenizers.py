@@ -235,7 +235,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Decodes ids to text; broken UTF-8 and each id outside the vocabulary become U+FFFD."""
-        runs = groupby(map(int, ids), self._known.__contains__)
+        runs = groupby(_flat(ids), self._known.__contains__)
         with refusing(f"the {self.kind} tokenizer cannot decode ids"):
             return "".join(
                 self._tokenizer.decode([*run], skip_special_tokens=False)
@@ -261,6 +261,11 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Writes the tokenizer to `path`, or if that is a folder to `tokenizer.json` in it."""
         write_atomically(tokenizer_file(path), self.to_json().encode())
+
+
+def _flat(ids: Iterable[int] | np.ndarray) -> list[int]:
+    values = ids if hasattr(ids, "__array__") else list(ids)
+    return np.asarray(values, np.int64).reshape(-1).tolist()
 
 
 @contextmanager
@@ -361,7 +366,8 @@ class IdTokenizer(Tokenizer):
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
             raise UserError(f"vocab_size is {vocab_size}: expected 1 or more")
-        super().__init__(json.dumps(_file(self.kind, map(str, range(vocab_size)))))
+        self.vocab_size, self.special = vocab_size, {}
+        self._content = json.dumps({"kind": self.kind, "vocab_size": vocab_size})
 
     def encode(self, text: str) -> np.ndarray:
         """Reads numbers as ids (N,); raises `UserError` for a word that is no id."""
@@ -369,6 +375,14 @@ class IdTokenizer(Tokenizer):
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise UserError(f"{word!r} is no id: expected 0 to {self.vocab_size - 1}")
         return np.array(text.split(), token_dtype(self.vocab_size))
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """Writes ids as numbers."""
+        return " ".join(map(str, _flat(ids)))
+
+    def token_bytes(self, id: int) -> bytes:
+        """Returns the number of an id."""
+        return str(id).encode()
 
 
 _LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
@@ -382,7 +396,6 @@ _PARTS: dict[str, tuple[Any, Any, Any]] = {
     "bytes": (_BPE, _LEVEL | {"add_prefix_space": False, "use_regex": False}, _LEVEL),
     "chars": (_WORDS, _EACH, {"type": "Fuse"}),
     "gpt2": (_BPE, _LEVEL | {"add_prefix_space": False}, _LEVEL),
-    "ids": (_WORDS, {"type": "WhitespaceSplit"}, None),
 }
 """Model, pre-tokenizer and decoder of a file of each kind."""
 
@@ -417,8 +430,6 @@ def _of_file(saved: dict[str, Any], content: str) -> Tokenizer:
             return ByteTokenizer()
         if saved == _file("chars", sorted(vocab)):
             return CharTokenizer(vocab)
-        if saved == _file("ids", map(str, range(len(vocab)))):
-            return IdTokenizer(len(vocab))
         if merges and _sha256("#version: 0.2", *map(" ".join, merges), "") == GPT2_SHA256:
             return (GPT2Tokenizer if saved == _gpt2_file(merges) else Tokenizer)(content)
     return Tokenizer(content)
@@ -439,7 +450,7 @@ def _sha256(*lines: str) -> str:
 
 
 def _of_0_2(saved: dict[str, Any]) -> Tokenizer:
-    """Returns the tokenizer of a file of version 0.2, which said its kind."""
+    """Returns the tokenizer of a file that says its kind: of version 0.2, or of ids."""
     kind = saved["kind"]
     if kind == "bytes":
         return ByteTokenizer()

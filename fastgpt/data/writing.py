@@ -54,7 +54,7 @@ class PrepareOptions:
     r"""Text between the documents of a text file, such as '\n'. Without it a file is one
     document."""
     field: str = "text"
-    """JSON field or Parquet column with the text."""
+    """JSON field, or column of Parquet or Arrow, with the text."""
     encoding: str = UTF_8
     """Encoding of text files, for example cp1252. Every text encoding of Python is accepted."""
     shard_tokens: int = 100_000_000
