@@ -4,8 +4,9 @@ import asyncio
 import json
 import re
 import secrets
+import threading
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +17,19 @@ from typing import Annotated, Any, Literal
 import torch
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response, StreamingResponse
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from torch import Tensor
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError, shown
@@ -32,6 +40,10 @@ from fastgpt.sampling.text import encode_prompt
 from fastgpt.serve.generator import BatchGenerator, TextRequest
 from fastgpt.terminal import REPLACEMENT
 
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+FIRST_FAULT = Field(fail_fast=True)
+"""Each further fault would take time to describe."""
+Ids = Annotated[list[Id], FIRST_FAULT]
 LONGEST_BODY = 2**18
 """Bytes of the longest request."""
 MOST = 64
@@ -40,11 +52,13 @@ SECONDS = 600.0
 """Time after which a request is ended."""
 CONNECTIONS = 500
 """Most connections, fewer than the files that a process may usually open."""
+PATIENCE = 20.0
+"""Seconds for which a client may owe a header or a body, or not read; at most twice that."""
 LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.I)
 """Hosts that answer without a token: another name in a browser may lead to this machine, too."""
 STATUSES = {
-    UserError: 400, RequestValidationError: 400, UnicodeError: 400, ClientDisconnect: 400,
-    Full: 429, OSError: 503, Exception: 500,
+    UserError: 400, ValidationError: 400, ClientDisconnect: 400, Full: 429, OSError: 503,
+    Exception: 500,
 }  # fmt: skip
 PAGE = Path(__file__).with_name("page.html")
 
@@ -66,11 +80,6 @@ def _several(given: Any) -> Any:
     """Returns a text, or its ids, as a list of one."""
     ids = isinstance(given, list) and given and isinstance(given[0], int)
     return [given] if ids or isinstance(given, str) else given
-
-
-FIRST_FAULT = Field(fail_fast=True)
-"""Each further fault would take time to describe."""
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FIRST_FAULT]
 
 
 class StreamOptions(StrictModel):
@@ -95,6 +104,10 @@ class Asked(StrictModel):
     user: str = ""
     frequency_penalty: float = Field(0, ge=0, le=0)
     presence_penalty: float = Field(0, ge=0, le=0)
+
+
+UNSUPPORTED = ("frequency_penalty", "presence_penalty")
+"""Fields that are refused unless they change nothing."""
 
 
 class Completion(Asked):
@@ -136,15 +149,39 @@ def as_json(content: Any, status: int = 200) -> Response:
 async def as_error(_: Any, error: Exception) -> Response:
     """Returns an error in OpenAI's form."""
     status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
-    said = str(error) or type(error).__name__
     if isinstance(error, HTTPException):
-        status, said = error.status_code, error.detail
-    elif isinstance(error, RequestValidationError):
+        said, status = error.detail, error.status_code
+    elif isinstance(error, ValidationError):
         first = error.errors()[0]
-        said = f"{'.'.join(map(str, first['loc'][1:])) or 'the request'}: {first['msg']}"
+        name, said = (*first["loc"], "the request")[0], first["msg"]
+        if first["type"] == "extra_forbidden" or name in UNSUPPORTED:
+            name, said = first["loc"][-1], "not supported"
+        said = f"{name}: {said}"
+    else:
+        said = str(error) or type(error).__name__
     kind = "invalid_request_error" if status < 500 else "server_error"
     content = {"message": said, "type": kind, "param": None, "code": None}
     return as_json({"error": content}, status)
+
+
+class Connection(H11Protocol):
+    """Connection by h11, which limits a header to 16 KiB; it ends if its client stands still."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._check()
+        if len(self.connections) > CONNECTIONS:
+            transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n\r\n")
+            transport.close()
+
+    def _check(self, before: object = None) -> None:
+        """Ends the connection if the client owes what it owed before, else waits once more."""
+        cycle, unread = self.cycle, self.transport.get_write_buffer_size()
+        state = (cycle, cycle and (cycle.response_complete, cycle.more_body), unread)
+        if state == before and (not cycle or any(state[1]) or self.flow.write_paused):
+            self.transport.abort()
+        elif unread or not self.transport.is_closing():
+            self.loop.call_later(PATIENCE, self._check, state)
 
 
 @dataclass(kw_only=True)
@@ -161,21 +198,21 @@ class Server:
     def http(self) -> uvicorn.Config:
         """Returns the interface with the settings of its server."""
         return uvicorn.Config(
-            self.app(), http="h11", ws="none", log_level="warning", timeout_graceful_shutdown=3,
-            limit_concurrency=CONNECTIONS,
+            self.app(), http=Connection, ws="none", log_level="warning",
+            timeout_graceful_shutdown=3,
         )  # fmt: skip
 
     def app(self) -> FastAPI:
         """Returns the interface."""
         handlers: dict[Any, Any] = dict.fromkeys((HTTPException, *STATUSES), as_error)
-        app = FastAPI(openapi_url=None, exception_handlers=handlers, max_body_size=LONGEST_BODY)
+        app = FastAPI(openapi_url=None, exception_handlers=handlers)
+        api = APIRouter(prefix="/v1", dependencies=[Depends(self._admit)])
+        for path, kind in (("/completions", Completion), ("/chat/completions", Chat)):
+            api.add_api_route(path, partial(self._answer, kind), methods=["POST"])
         model = {
             "id": self.name, "object": "model", "created": int(time.time()), "owned_by": "fastgpt",
             "context": self.generator.model.config.context, "chat": self.template is not None,
         }  # fmt: skip
-        api = APIRouter(prefix="/v1", dependencies=[Depends(self._admit)])
-        api.add_api_route("/completions", self._complete, methods=["POST"])
-        api.add_api_route("/chat/completions", self._chat, methods=["POST"])
         api.add_api_route("/models", lambda: as_json({"object": "list", "data": [model]}))
         app.add_api_route("/health", self._health)
         app.add_api_route("/", lambda: FileResponse(PAGE))
@@ -193,45 +230,33 @@ class Server:
         counts = {"running": len(self.generator.running), "waiting": len(self.generator.waiting)}
         return as_json({"status": "ok", **counts})
 
-    async def _complete(self, asked: Completion, request: Request) -> Response:
-        if len(asked.prompt) * asked.n > MOST:
-            raise UserError(f"n: expected at most {MOST} texts in all")
-        prompts = (
-            encode_prompt(x, self.tokenizer) if isinstance(x, str) else torch.tensor(x)
-            for x in asked.prompt
-        )
-        return await self._answer(asked, request, prompts, logprobs=asked.logprobs or 0)
-
-    async def _chat(self, asked: Chat, request: Request) -> Response:
-        if self.template is None:
-            raise UserError("the model has no chat template: expected /v1/completions")
-        prompt = _conversation(asked, self.tokenizer, self.template)
-        asked.stop = [*asked.stop, self.template.end_of_turn()]
-        scores = asked.top_logprobs
-        return await self._answer(asked, request, [prompt], logprobs=scores, strip=True)
-
-    async def _answer(
-        self, asked: Either, request: Request, prompts: Iterable[Tensor], **options: Any
-    ) -> Response:
+    async def _answer(self, kind: type[Either], request: Request) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            raise HTTPException(415, "expected the header Content-Type: application/json")
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LONGEST_BODY:
+                raise HTTPException(413, f"expected at most {LONGEST_BODY:,} bytes")
+        asked = kind.model_validate_json(body)
         if asked.model != self.name:
             said = f"there is no model {shown(asked.model)}: expected {self.name!r}"
             raise HTTPException(404, said)
-        events, loop, requests = asyncio.Queue(), asyncio.get_running_loop(), list[TextRequest]()
+        events, loop = asyncio.Queue(), asyncio.get_running_loop()
 
         def put(*event: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        for ids in (ids for ids in prompts for _ in range(asked.n)):
-            text = self._text(asked, ids, asked.seed + len(requests), options)
-            requests.append(TextRequest(ids, text, partial(put, len(requests))))
+        requests = await asyncio.to_thread(self._requests, asked, put)
         self.generator.submit(requests)
-        pieces, kind = _deltas(events, requests), "text_completion"
-        if isinstance(asked, Chat):
-            kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+        hung_up = asyncio.ensure_future(request.receive())  # what follows the body
+        hung_up.add_done_callback(lambda _: requests[0].gone.set())
+        pieces = _deltas(events, len(requests), hung_up)
+        chunk = ".chunk" if asked.stream else ""
         about = {
             "id": secrets.token_hex(16), "created": int(time.time()), "model": asked.model,
-            "object": kind,
+            "object": f"chat.completion{chunk}" if kind is Chat else "text_completion",
         }  # fmt: skip
         if asked.stream:
             lines = self._events(asked, about, requests, pieces)
@@ -239,41 +264,56 @@ class Server:
         texts = [TextDelta("", [])] * len(requests)
         async for index, piece in pieces:
             texts[index] += piece
-            if await request.is_disconnected():
-                raise ClientDisconnect
         choices = [self._choice(asked, *each, role="assistant") for each in enumerate(texts)]
         return as_json(about | {"choices": choices, "usage": usage(asked, requests)})
 
-    def _text(self, asked: Either, ids: Tensor, seed: int, options: dict) -> GeneratedText:
-        """Returns the empty continuation of a prompt (T,), which has to fit into the context."""
-        config = self.generator.model.config
-        check_tokens(ids[None], config)
-        room = config.context + 1 - len(ids)
-        if room < 1:
-            found, most = len(ids), config.context
-            raise UserError(f"the prompt has {found:,} tokens: expected at most {most:,}")
-        options = options | asked.model_dump(include={*OPTIONS, "stop"})
-        options["max_new_tokens"] = min(asked.max_tokens or room, room)
-        generator = torch.Generator().manual_seed(seed)
-        return GeneratedText(self.tokenizer, ids, generator=generator, **options)
+    def _requests(self, asked: Either, put: Callable[..., None]) -> list[TextRequest]:
+        """Encodes the prompts of a request; `n` texts of the first come first."""
+        config, requests, gone = self.generator.model.config, [], threading.Event()
+        options = asked.model_dump(include={*OPTIONS})
+        if isinstance(asked, Chat):
+            if self.template is None:
+                raise UserError("the model has no chat template: expected /v1/completions")
+            prompts = [_conversation(asked, self.tokenizer, self.template)]
+            stop = [*asked.stop, self.template.end_of_turn()]
+            options |= {"stop": stop, "logprobs": asked.top_logprobs, "strip": True}
+        else:
+            if len(asked.prompt) * asked.n > MOST:
+                raise UserError(f"n: expected at most {MOST} texts in all")
+            prompts = [
+                encode_prompt(x, self.tokenizer) if isinstance(x, str) else torch.tensor(x)
+                for x in asked.prompt
+            ]
+            options |= {"stop": asked.stop, "logprobs": asked.logprobs or 0}
+        for ids in (ids for ids in prompts for _ in range(asked.n)):
+            check_tokens(ids[None], config)
+            room = config.context + 1 - len(ids)
+            if room < 1:
+                found, most = len(ids), config.context
+                raise UserError(f"the prompt has {found:,} tokens: expected at most {most:,}")
+            options["generator"] = torch.Generator().manual_seed(asked.seed + len(requests))
+            options["max_new_tokens"] = min(asked.max_tokens or room, room)
+            text, ends = GeneratedText(self.tokenizer, ids, **options), time.monotonic() + SECONDS
+            requests.append(TextRequest(ids, text, partial(put, len(requests)), ends, gone))
+        return requests
 
     async def _events(
         self, asked: Either, about: dict[str, Any], requests: list[TextRequest], pieces: TextDeltas
     ) -> AsyncIterator[str]:
         """Yields an answer as server-sent events."""
 
-        def event(*choices: dict[str, Any], **more: Any) -> str:
+        def event(choices: list[dict[str, Any]], **more: Any) -> str:
             return f"data: {json.dumps(about | {'choices': choices} | more)}\n\n"
 
         try:
             if isinstance(asked, Chat):
                 for index in range(asked.n):
-                    yield event(self._choice(asked, index, TextDelta("", []), role="assistant"))
+                    yield event([self._choice(asked, index, TextDelta("", []), role="assistant")])
             async for index, piece in pieces:
                 if piece.text or piece.finish:
-                    yield event(self._choice(asked, index, piece))
+                    yield event([self._choice(asked, index, piece)])
             if asked.stream_options.include_usage:
-                yield event(usage=usage(asked, requests))
+                yield event([], usage=usage(asked, requests))
             yield "data: [DONE]\n\n"
         except Exception as error:  # the status has been sent
             yield f"data: {bytes((await as_error(None, error)).body).decode()}\n\n"
@@ -311,7 +351,7 @@ def shown_token(tokenizer: Tokenizer, id: int) -> tuple[str, bytes]:
 
 
 def _conversation(asked: Chat, tokenizer: Tokenizer, template: Template) -> Tensor:
-    """Returns the ids (T,) of a conversation, which ends where the answer begins."""
+    """Returns the ids of a conversation, which ends where the answer begins."""
     if asked.top_logprobs and not asked.logprobs:
         raise UserError("top_logprobs: expected logprobs, too")
     if asked.messages[-1].role == "assistant":
@@ -330,10 +370,8 @@ def usage(asked: Asked, requests: list[TextRequest]) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
-async def _deltas(events: asyncio.Queue, requests: list[TextRequest]) -> TextDeltas:
+async def _deltas(events: asyncio.Queue, left: int, hung_up: asyncio.Future) -> TextDeltas:
     """Yields the pieces of all texts as they come, with their numbers."""
-    left, late = len(requests), TimeoutError("the time is over")
-    timer = asyncio.get_running_loop().call_later(SECONDS, events.put_nowait, (0, late))
     try:
         while left:
             index, found = await events.get()
@@ -342,6 +380,4 @@ async def _deltas(events: asyncio.Queue, requests: list[TextRequest]) -> TextDel
             left -= found.finish is not None
             yield index, found
     finally:
-        timer.cancel()
-        for request in requests:
-            request.gone = True
+        hung_up.cancel()

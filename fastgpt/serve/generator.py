@@ -1,12 +1,12 @@
 """Requests that share a batch: one thread steps the model, and texts come and go in between."""
 
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from queue import Full
 
 import torch
@@ -27,10 +27,18 @@ class TextRequest:
     text: GeneratedText
     put: Callable[[TextDelta | Exception], None]
     """Called in the generator's thread with each piece, or the error that ends it; never fails."""
-    gone: bool = False
-    """Set in any thread if nobody waits for the text any more, to free its slot."""
+    deadline: float
+    """Time by `time.monotonic` at which it is ended."""
+    gone: threading.Event
+    """Set in any thread to free its slot before the next token."""
     length: int = 0
     """Number of tokens in the cache."""
+
+    def error(self) -> Exception | None:
+        """Returns why it ends before its text does, if it does."""
+        if self.gone.is_set():
+            return ConnectionAbortedError("nobody waits for the text any more")
+        return TimeoutError("the time is over") if time.monotonic() > self.deadline else None
 
 
 class BatchGenerator:
@@ -58,8 +66,6 @@ class BatchGenerator:
         self.cache = Cache(model.config, slots, model.config.context, self.device)
         with autocast(), torch.no_grad():  # a first token allocates the layers
             model(torch.zeros(slots, 1, dtype=torch.int64, device=self.device), cache=self.cache)
-        pairs = (layer.keys_values or () for layer in self.cache.layers)
-        self._states = [self.cache.documents, *chain.from_iterable(pairs)]
         self._thread = threading.Thread(target=self._run, args=(exact, autocast), daemon=True)
         self._thread.start()
 
@@ -109,24 +115,30 @@ class BatchGenerator:
         return cache
 
     def _step(self) -> None:
+        enters = []
         with self._changed:
-            for request in [x for x in (*self.waiting, *self.running) if x.gone]:
-                self._leave(request)
-            enters = bool(self.waiting) and len(self.running) < self.slots
-            if enters:
-                self.running.append(self.waiting.popleft())
+            for request in (*self.waiting, *self.running):
+                if error := request.error():
+                    self._leave(request)
+                    request.put(error)
+            if self.waiting and len(self.running) < self.slots:
+                enters = [self.waiting.popleft()]
         if enters:
-            row, new = len(self.running) - 1, self.running[-1]
-            for state in self._states:
-                state[row] = 0
-            tokens, new.length = new.prompt[None].to(self.device), len(new.prompt) - 1
-            cache = self._rows(row, [0])
-            self._extend([new], self.model(tokens, cache=cache, last=cache.lengths + new.length))
+            self.running += enters
+            for state in self._states():
+                state[len(self.running) - 1] = 0
+            tokens = enters[0].prompt[None].to(self.device)
+            cache = self._rows(len(self.running) - 1, [0])
+            enters[0].length = tokens.shape[1] - 1
+            last = cache.lengths + enters[0].length
+            self._extend(enters, self.model(tokens, cache=cache, last=last))
         if self.running:
             # one shape on a GPU (`Cache.span`), on a CPU no more rows than needed
             idle = [0] * (0 if self.device.type == "cpu" else self.slots - len(self.running))
             cache = self._rows(0, [request.length for request in self.running] + idle)
-            last = torch.tensor([x.text.last for x in self.running] + idle, device=self.device)
+            last = torch.tensor(
+                [request.text.last for request in self.running] + idle, device=self.device
+            )
             self._extend([*self.running], self.model(last[:, None], cache=cache))
 
     def _extend(self, requests: list[TextRequest], logits: Tensor) -> None:
@@ -150,5 +162,10 @@ class BatchGenerator:
         row, last = self.running.index(request), self.running.pop()
         if last is not request:
             self.running[row] = last
-            for state in self._states:
+            for state in self._states():
                 state[row] = state[len(self.running)]
+
+    def _states(self) -> list[Tensor]:
+        """Returns all that is kept of the texts, each tensor with a row for a text."""
+        pairs = (layer.keys_values or () for layer in self.cache.layers)
+        return [self.cache.documents, *(state for pair in pairs for state in pair)]

@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,8 +18,8 @@ from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.kernels.decode_attention import op as decode_attention_op
 from fastgpt.model.generation import draw
-from fastgpt.sampling.streaming import GeneratedText
 from fastgpt.sampling.templating import CHATML, Template
+from fastgpt.sampling.streaming import GeneratedText
 from tests.models import sharp
 from tests.sampling.test_streaming import TOKENIZERS, Letters
 
@@ -55,7 +55,7 @@ def request(ids, new=5):
             found += piece.tokens
         return found
 
-    return TextRequest(ids, text, events.put), tokens
+    return TextRequest(ids, text, events.put, time.monotonic() + 60, threading.Event()), tokens
 
 
 ROTARY = {"position": "rotary", "window": 5, "num_kv_heads": 1}
@@ -92,24 +92,29 @@ def test_greedy_texts_of_a_batch_are_those_of_each_alone(options, mode, capsys):
 
 
 def test_the_queue_is_limited_and_texts_that_end_early_leave_no_trace():
-    requests = [request(ids) for ids in ([1], [99], [1], [1])]  # 99 is outside of the vocabulary
-    (first, failed, left, more), go = (each for each, _ in requests), threading.Event()
+    requests = [
+        request(ids) for ids in ([1], [99], [1], [1], [1])
+    ]  # 99 is outside of the vocabulary
+    (first, failed, late, left, more), go = (each for each, _ in requests), threading.Event()
     first.put = lambda piece: go.wait(60)
     model = sharp(num_heads=2, dim=16, vocab_size=30)
-    with closing(BatchGenerator(model, slots=1, queue=2)) as generator:
+    with closing(BatchGenerator(model, slots=1, queue=3)) as generator:
         generator.submit([first])
         while generator.waiting:
             time.sleep(0.01)
-        generator.submit([failed, left])
-        with pytest.raises(queue.Full, match="2 texts wait already: try again later"):
+        generator.submit([failed, late, left])
+        with pytest.raises(queue.Full, match="3 texts wait already: try again later"):
             generator.submit([more])
-        left.gone = True
+        late.deadline = 0.0
+        left.gone.set()
         go.set()
-        with pytest.raises(UserError):
-            requests[1][1]()
+        for (_, tokens), error in zip(
+            requests[1:], (UserError, TimeoutError, ConnectionAbortedError)
+        ):
+            with pytest.raises(error):
+                tokens()
         generator.submit([more])
-        assert len(requests[3][1]()) == 5
-        assert left.length == 0
+        assert len(requests[4][1]()) == 5
         assert (generator.running, [*generator.waiting]) == ([], [])
     with pytest.raises(ConnectionAbortedError, match="the server ends"):
         generator.submit([])
@@ -242,13 +247,14 @@ def asked(address, content, path="/v1/completions", **headers):
 
 
 WRONG = [
-    (b"{", 400, "JSON decode error"),
-    (b"[]", 400, "the request: Input should be"),
-    (b"\xff", 400, "error parsing the body"),
-    (b"[" * 10**5, 400, "error parsing the body"),
+    (b"{", 400, "the request: Invalid JSON"),
+    (b"[]", 400, "the request: Input should be an object"),
+    (b"\xff", 400, "the request: Invalid JSON"),
+    (b"[" * 10**5, 400, "the request: Invalid JSON"),
+    (bytes(2**18 + 1), 413, "expected at most 262,144 bytes"),
     ({"model": "no"}, 404, "there is no model 'no': expected 'tiny'"),
-    ({"echo": True}, 400, "echo: Extra inputs are not permitted"),
-    ({"presence_penalty": 0.5}, 400, "presence_penalty: Input should be"),
+    ({"echo": True}, 400, "echo: not supported"),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty: not supported"),
     ({"temperature": float("nan")}, 400, "temperature: Input should be"),
     ({"prompt": [1, 256]}, 400, "from 1 to 256: expected ids of the vocabulary, 0 to 255"),
     ({"prompt": []}, 400, "prompt: List should have at least 1 item"),
@@ -256,14 +262,10 @@ WRONG = [
     ({"prompt": "a" * 201}, 400, "the prompt has 201 tokens: expected at most 200"),
     ({"max_tokens": True}, 400, "max_tokens: Input should be a valid integer"),
     ({"seed": 10**30}, 400, "seed: Input should be less than"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, 400, "messages.0.role: Input should be"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, 400, "messages: Input should be"),
     ({"messages": [{"role": "user", "content": "a<|im_end|>"}]}, 400, "contains <|im_end|>, with"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, 400, "the last message is an"),
-    (
-        {"messages": [{"role": "user", "content": "a", "name": "b"}]},
-        400,
-        "messages.0.name: Extra inputs",
-    ),
+    ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, 400, "name: not supported"),
     ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400, "expected logprobs"),
 ]
 
@@ -298,8 +300,7 @@ def test_who_may_ask(model, monkeypatch):
         assert asked(address, body, authorization="Bearer secret")[0] == 200
     with serving(model) as address:
         assert asked(address, body, host="evil.example")[0] == 403
-        assert asked(address, body, **{"content-type": "text/plain"})[0] == 400
-        assert httpx2.post(f"{address}/v1/completions", content=bytes(2**18 + 1)).status_code == 413
+        assert asked(address, body, **{"content-type": "text/plain"})[0] == 415
         assert asked(address, body, "/v1/nothing") == (404, "Not Found")
         chat = {"messages": [{"role": "user", "content": "a"}]}
         assert "has no chat template" in asked(address, chat, "/v1/chat/completions")[1]
@@ -337,34 +338,52 @@ IDLE = {"status": "ok", "running": 0, "waiting": 0}
 GET, POST = (
     f"{x} HTTP/1.1\r\nHost: localhost\r\n" for x in ("GET /health", "POST /v1/completions")
 )
+LATE = [
+    GET, f"{GET}\r\n{GET}", f"{POST}Content-Length: 999\r\n\r\n",
+    f"{POST}Content-Type: application/json\r\nContent-Length: 999\r\n\r\n",
+]  # fmt: skip
 
 
-def test_an_answer_that_takes_too_long_is_ended(model, monkeypatch):
-    monkeypatch.setattr(app, "SECONDS", 0.05)
-    body = {"prompt": "a", "n": 9, "max_tokens": 199}
-    with serving(model) as address:
-        assert asked(address, body) == (503, "the time is over")
-        while httpx2.get(f"{address}/health").json() != IDLE:
-            time.sleep(0.02)
-
-
-def test_one_connection_too_many_is_refused(model, monkeypatch):
-    monkeypatch.setattr(app, "CONNECTIONS", 2)
+def test_a_client_that_owes_the_rest_keeps_no_connection(model, monkeypatch):
+    monkeypatch.setattr(app, "PATIENCE", 2)  # a busy machine is slow to ask
+    monkeypatch.setattr(app, "CONNECTIONS", len(LATE))
     with serving(model) as address:
         place = "127.0.0.1", int(address.rpartition(":")[2])
-        with socket.create_connection(place, 20) as one, socket.create_connection(place, 20) as two:
-            one.sendall(GET.encode())
-            two.sendall(f"{GET}\r\n".encode())
-            assert b" 503 " in two.recv(99)
+        clients = [socket.create_connection(place, 20) for _ in LATE]
+        for client, text in zip(clients, LATE):
+            client.sendall(text.encode())
+        with socket.create_connection(place, 20) as client:  # one too many
+            assert b" 503 " in client.recv(99)
+        ends = time.monotonic() + 20
+        while clients and time.monotonic() < ends:
+            time.sleep(0.01)
+            client = clients.pop(0)
+            with suppress(ConnectionError):
+                client.sendall(b"x")  # it goes on, but slowly
+                clients.append(client)
+        assert not clients
         with socket.create_connection(place, 20) as client:
-            client.sendall(GET.encode() + b"x" * 2**16)
+            client.sendall(GET.encode() + b"x" * 2**14)
             assert b" 400 " in client.recv(99)
+
+
+def test_a_client_that_does_not_read_loses_its_connection(model, monkeypatch):
+    monkeypatch.setattr(app, "PATIENCE", 0.3)
+    asks = {"model": "tiny", "prompt": "a", "n": 3, "max_tokens": 199, "logprobs": 20}
+    with serving(model) as address:
+        ask = partial(httpx2.stream, "POST", f"{address}/v1/completions")
+        with ask(json=asks | {"stream": True}) as reply:
+            while httpx2.get(f"{address}/health").json() != IDLE:
+                time.sleep(0.02)
+            time.sleep(1)
+            with pytest.raises(httpx2.RemoteProtocolError):
+                reply.read()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_frees_its_slots(address, model, stream):
     data = json.dumps({"model": "tiny", "prompt": "a", "n": 4, "max_tokens": 199, "stream": stream})
-    head = f"{POST}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = LATE[3].replace("999", str(len(data)))
     steps, place = [], ("127.0.0.1", int(address.rpartition(":")[2]))
     with model.register_forward_pre_hook(lambda *_: steps.append(1)):
         for _ in range(3):
