@@ -166,10 +166,11 @@ class Display:
         if "peak_memory_gib" in record:
             parts.append(f"{record['peak_memory_gib']:.1f} GiB")
         rest = [f"{timedelta(seconds=round(left))} left"] if left else []
+        self.place, self.figures = " ".join([*rest, f"step {record['step']}/{steps}"]), parts
         if self.bar is None:
             self.line(f"step {record['step']:>6}/{steps}  {'  '.join(parts + rest)}")
-        self.place, self.figures = " ".join([*rest, f"step {record['step']}/{steps}"]), parts
-        self.doing()
+        else:
+            self.doing()
 
     def doing(self, what: str = "") -> None:
         """Shows an activity such as `saving` in the bar; if empty, the last step's figures."""
@@ -181,7 +182,7 @@ class Display:
             self.bar.update(f"{line:<{width}.{width}}", refresh=True)
 
     def stop(self) -> None:
-        """Removes the bar."""
+        """Ends the bar, whose last line stays."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

@@ -118,12 +118,16 @@ SCALING = (
 
 def llama_settings(theirs: Fields) -> Fields:
     # transformers 5 writes one object, earlier ones a number and an object
-    rope = _object(theirs, "rope_parameters") or _object(theirs, "rope_scaling")
-    kind, part = rope.get("rope_type", rope.get("type", "default")), "partial_rotary_factor"
-    if kind not in ("default", "llama3") or rope.get(part, 1) != 1:
-        found = f"rope_type is {shown(kind)} and {part} {shown(rope.get(part, 1))}"
-        raise UserError(f"{found}: expected default or llama3, and 1")
-    scaling = [rope[name] for name in SCALING] if kind == "llama3" else []
+    new, old = _object(theirs, "rope_parameters"), _object(theirs, "rope_scaling")
+    rope = new or old
+    kinds = [rope[name] for name in ("rope_type", "type") if name in rope] or ["default"]
+    for kind in kinds:
+        if kind not in ("default", "llama3") or kind != kinds[0]:
+            raise UserError(f"rope_type is {shown(kind)}: expected default or llama3, and one type")
+    if rope.get("partial_rotary_factor", 1) != 1:
+        found = shown(rope["partial_rotary_factor"])
+        raise UserError(f"partial_rotary_factor is {found}: expected 1")
+    scaling = [_number(rope, name) for name in SCALING] if "llama3" in kinds else []
     attention, own = theirs["attention_bias"], _object(theirs, "fastgpt")
     weighted = own.get("qk_norm_weight", True)
     return {
@@ -198,7 +202,10 @@ def config_from(found: Fields) -> tuple[ModelConfig, list[str]]:
     except KeyError as error:
         raise UserError(f"config.json has no {error.args[0]}") from error
     except (OverflowError, UserError) as error:
-        raise UserError(f"config.json: {error}") from error
+        said = str(error)
+        for theirs, ours in (GPT2_NAMES if kind == "gpt2" else LLAMA_NAMES).items():
+            said = said.replace(flag(f"model.{ours}"), theirs)
+        raise UserError(f"config.json: {said}") from error
     layers = {"layer_types": ["full_attention"] * config.num_layers}
     back, unknown = DEFAULTS[kind] | layers | _fields(config), []
     for name in sorted(given.keys() - IGNORED):
@@ -241,6 +248,9 @@ def _settings(given: Fields) -> Fields:
     names, translate = (GPT2_NAMES, gpt2_settings) if gpt2 else (LLAMA_NAMES, llama_settings)
     found = {ours: theirs[name] for name, ours in names.items()} | translate(theirs)
     found |= {"vocab_size": theirs["vocab_size"], "tied": theirs["tie_word_embeddings"]}
+    for name in DROPOUT:
+        if name in DEFAULTS[theirs["model_type"]] and not 0 <= _number(theirs, name) < 1:
+            raise UserError(f"{name} is {shown(theirs[name])}: expected a probability")
     used = [name for name in DROPOUT if name in DEFAULTS[theirs["model_type"]] and theirs[name]]
     if used and all(theirs[name] == theirs[used[0]] for name in used):  # ours has one probability
         found["dropout"] = theirs[used[0]]
@@ -279,6 +289,13 @@ def _explicit(config: ModelConfig) -> Fields:
 def _float(x: Any) -> Any:
     """Returns a number as a float; files may write 10000 for 10000.0."""
     return float(x) if type(x) is int else x
+
+
+def _number(fields: Fields, name: str) -> int | float:
+    found: Any = fields.get(name)
+    if type(found) not in (int, float):
+        raise UserError(f"{name} is {shown(found)}: expected a number")
+    return found
 
 
 def _object(fields: Fields, name: str) -> Fields:
