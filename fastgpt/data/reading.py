@@ -302,10 +302,11 @@ def load_splits(source: str) -> dict[str, Any]:
         raise UserError(f"source {source!r}: expected hf:owner/name[/configuration][@revision]")
     try:
         import datasets
+        from datasets.config import HF_DATASETS_CACHE
 
         name: dict[str, Any] = match.groupdict()
         size = datasets.load_dataset_builder(**name).info.size_in_bytes or 0
-        cache = Path(datasets.config.HF_DATASETS_CACHE).absolute()
+        cache = Path(HF_DATASETS_CACHE).absolute()
         disk = next(folder for folder in (cache, *cache.parents) if folder.exists())
         fits = size < shutil.disk_usage(disk).free
         found: Any = datasets.load_dataset(**name, streaming=not fits)

@@ -78,7 +78,8 @@ BROKEN = {
     ),
     "no json": (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
     "heads": (
-        lambda f: config(f, num_key_value_heads=3), r"num_attention_heads is 4: expected a multiple of num_key_value_heads, 3",
+        lambda f: config(f, num_key_value_heads=3),
+        r"num_attention_heads is 4: expected a multiple of num_key_value_heads, 3",
     ),
     "shard": (missing_shard, r"model-00002-of-\S+ cannot be read: No such file"),
     "cut": (cut_shard, r"model-00002-of-\d+\.safetensors cannot be read"),

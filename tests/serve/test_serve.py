@@ -18,8 +18,8 @@ from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.kernels.decode_attention import op as decode_attention_op
 from fastgpt.model.generation import draw
-from fastgpt.sampling.templating import CHATML, Template
 from fastgpt.sampling.streaming import GeneratedText
+from fastgpt.sampling.templating import CHATML, Template
 from tests.models import sharp
 from tests.sampling.test_streaming import TOKENIZERS, Letters
 
