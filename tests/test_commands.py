@@ -62,7 +62,7 @@ SHORTER = [
     (r"--tokens \d+", "--tokens 2"),
     (r"fastgpt\.sample RUN", f"fastgpt.sample {RUN}"),
     (r"(fastgpt\.doctor) gpt2-1558m .*$", r"\1 baby --gpu h100"),
-    (r"(fastgpt\.compare) \S+ \S+(.*)$", rf"\1 {RUN} {RUN}\2 --steps 1"),
+    (r"(fastgpt\.compare) \S+ \S+(.*)$", rf"\1 {RUN} {RUN}\2"),
     (r"runs/wider\b", RUN),
     (r"^python -m kernels\.aot( --static)?$", r"\g<0> --only _reduce_partials"),
     (r"^python -m kernels\.aot.*$", r"\g<0> --arch 90"),
