@@ -114,7 +114,7 @@ def reason(error: BaseException) -> str:
 
 
 def brief(error: BaseException) -> str:
-    """Returns the kind of an error and its `reason`: that of a KeyError alone says too little."""
+    """Returns the kind of an error and its `reason`, since a KeyError's alone says too little."""
     return f"{type(error).__name__}: {reason(error)}"
 
 

@@ -1,4 +1,4 @@
-"""What commands print: through one filter, which lets no control character through.
+"""Printing of all commands, through one filter that lets no control character through.
 
 Generated text, file names and the content of foreign files may hold escape sequences, with which a
 terminal changes its title, its clipboard or the text that it shows. rich, which doctor works

@@ -375,7 +375,7 @@ def previous_valid(path: Path, state: bool, world: World) -> str:
             load(earlier, state=state, world=world)
             resume = f"; to resume there: {resume_command(earlier, world.size)}" if state else ""
             return f"the valid one before it is {earlier}{resume}"
-    return "there is no valid one before it"
+    return "none before it is valid"
 
 
 def later_than(folder: Path, step: int) -> list[Path]:

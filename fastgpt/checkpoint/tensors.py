@@ -47,7 +47,7 @@ def in_memory(tensors: Mapping[str, Tensor]) -> Weights:
 
 
 def read(path: Path) -> Weights:
-    """Opens a safetensors file, of which only the header is read at once.
+    """Opens a safetensors file, and reads its header alone.
 
     Raises `UserError` if it cannot be read or is damaged; also when a tensor is asked for later, as
     another process may have removed the file.

@@ -320,7 +320,7 @@ def tensors_of(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def names_of(name: str, config: ModelConfig) -> list[str]:
-    """Returns their names of the tensors whose rows, one after the other, are those of ours."""
+    """Returns the names of the tensors there that hold the rows of ours, one after the other."""
     if name == "lm_head.weight":
         return [name]
     return (gpt2_tensors if model_type(config) == "gpt2" else llama_tensors)(name)

@@ -27,7 +27,7 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Reads a checkpoint: (settings, weights under our names).
 
     Raises:
-        UserError: it is no checkpoint of nanoGPT, or a tensor is missing or unknown.
+        UserError: the file is not nanoGPT's, or a tensor is missing or unknown.
     """
     try:
         saved = unpickle(path, mmap=True)
@@ -51,7 +51,7 @@ def read_nanogpt(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         tied = head is None or torch.equal(head, named["wte.weight"])
     except (UserError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} is no checkpoint of nanoGPT, a dictionary with model and model_args:"
+            f"{path} is not a checkpoint of nanoGPT, a dictionary with model and model_args:"
             f" {brief(error)}"
         ) from error
     if not tied:
@@ -69,14 +69,14 @@ def read_llmc(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Reads a model file, fp32 (version 3) or bf16 (version 5): (settings, weights by our names).
 
     Raises:
-        UserError: it is no such file, or is longer or shorter than its sizes say.
+        UserError: the file is not llm.c's, or is longer or shorter than its sizes say.
     """
     header = np.fromfile(path, "<i4", NUMBERS)
     if len(header) < NUMBERS or header[0] != MAGIC or header[1] not in VERSIONS:
         found = header[:2].tolist()
         raise UserError(
-            f"{path} is no model of llm.c: it begins with {found}, expected {MAGIC} and version 3"
-            " or 5"
+            f"{path} is not a model of llm.c: it begins with {found}, expected {MAGIC} and"
+            " version 3 or 5"
         )
     T, V, layers, heads, C, padded = header[2:8].tolist()
     config = ModelConfig(

@@ -121,7 +121,7 @@ def read(source: str) -> OpenedModel:
         source: as for `load`.
 
     Raises:
-        UserError: there is no such model, it cannot be a GPT of ours, or a file is damaged.
+        UserError: the model is missing, cannot be a GPT of ours, or has a damaged file.
     """
     path = Path(source).expanduser()
     if _is_run(path):
@@ -134,7 +134,7 @@ def read(source: str) -> OpenedModel:
         config, weights = READERS[path.suffix](path)
         return OpenedModel(path, config, _checked(path, in_memory(weights), tensors_of(config)))
     raise UserError(
-        f"{source} is no model: expected a run or checkpoint, a folder with config.json and"
+        f"{source} is not a model: expected a run or checkpoint, a folder with config.json and"
         " safetensors files, or a file of nanoGPT (.pt), llm.c (.bin) or llama.cpp (.gguf)"
     )
 
@@ -143,7 +143,7 @@ def read_header(source: str) -> ModelConfig:
     """Reads the settings of a model that `read` opens; of one on the hub it downloads them alone.
 
     Raises:
-        UserError: there is no such model, or it cannot be a GPT of ours.
+        UserError: the model is missing, or cannot be a GPT of ours.
     """
     path = Path(source).expanduser()
     if _is_run(path):
@@ -198,8 +198,8 @@ def _downloaded(name: str, files: Sequence[str] = FILES) -> Path:
         return Path(snapshot_download(name, allow_patterns=[*files], ignore_patterns=["*/*"]))
     except Exception as error:  # many kinds: no package, no network, no such name, no permission
         raise UserError(
-            f"{name} is no folder here, and cannot be had from the hub ({reason(error)}): put the"
-            " model's config.json, *.safetensors and tokenizer.json into a folder and pass that"
+            f"{name} is not a folder here, and cannot be had from the hub ({reason(error)}): put"
+            " the model's config.json, *.safetensors and tokenizer.json into a folder and pass that"
         ) from error
 
 

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def overview(corpus: Corpus) -> Iterator[str]:
-    """Yields lines about a corpus, of which some have a column for each split."""
+    """Yields lines about a corpus; the table has a column for each split."""
     tokens, tokenizer = [getattr(corpus, split) for split in SPLITS], corpus.tokenizer
     sizes = [len(t) for t in tokens]
     rows = {"": SPLITS, "tokens": [f"{size:,}" for size in sizes]}

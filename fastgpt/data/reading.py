@@ -258,9 +258,9 @@ def _rows(path: str, format: str, field: str) -> Iterator[str | None]:
     """Yields the texts of a Parquet or an Arrow file, some rows at a time."""
     arrow = _pyarrow()
     try:
-        # by default a whole row group, possibly the whole file, would be held in memory
-        options = {"pre_buffer": False, "buffer_size": 2**20}
         if format == "parquet":
+            # by default a whole row group, possibly the whole file, would be held in memory
+            options = {"pre_buffer": False, "buffer_size": 2**20}
             with arrow.parquet.ParquetFile(path, **options) as table:
                 _check_column(table.schema_arrow, field, path)
                 for batch in table.iter_batches(BATCH_ROWS, columns=[field], use_threads=False):
@@ -295,7 +295,7 @@ def load_splits(source: str) -> dict[str, Any]:
         The splits `train` and, if there is one, `val`: memory-mapped `datasets.Dataset`s, or
         streams if the disk has no room for them.
     Raises:
-        UserError: there is no such dataset or no network, or the package is not installed.
+        UserError: the dataset or the network cannot be reached, or the package is missing.
     """
     match = HUB_NAME.fullmatch(source)
     if match is None:

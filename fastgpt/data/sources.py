@@ -220,7 +220,7 @@ def _local(source: str) -> Source:
 
 
 def _format(path: str) -> Any:
-    """Returns the format of a file by its suffix, without that of compression."""
+    """Returns the format of a file by its suffix; suffixes of compression do not count."""
     suffixes = [suffix for suffix in Path(path.lower()).suffixes if suffix not in OPENERS]
     return FORMATS.get(suffixes[-1] if suffixes else "", "text")
 

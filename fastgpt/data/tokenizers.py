@@ -55,7 +55,7 @@ EOT_TOKENS = (
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/models/124M/vocab.bpe"
 GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 GPT2_TOKENS_SHA256 = "6c3a12d345e638764f3f646a81f16ab08b9a648229cddc89fb341b4bdad3b7ea"
-"""Of the tokens in a file of version 0.2, one a line."""
+"""Hash of the tokens in a file of version 0.2, one a line."""
 
 
 def check_kind(kind: str, vocab_size: int | None = None) -> None:
@@ -370,10 +370,10 @@ class IdTokenizer(Tokenizer):
         self._content = json.dumps({"kind": self.kind, "vocab_size": vocab_size})
 
     def encode(self, text: str) -> np.ndarray:
-        """Reads numbers as ids (N,); raises `UserError` for a word that is no id."""
+        """Reads numbers as ids (N,); raises `UserError` for another word."""
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab_size:
-                raise UserError(f"{word!r} is no id: expected 0 to {self.vocab_size - 1}")
+                raise UserError(f"{word!r} is not an id: expected 0 to {self.vocab_size - 1}")
         return np.array(text.split(), token_dtype(self.vocab_size))
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:

@@ -33,9 +33,9 @@ class Run:
     config: Config
     manifest: dict[str, Any]
     trained: Columns
-    """Of the steps that were logged; `smoothed` are their losses, `minutes` the time before."""
+    """Columns of the logged steps, with smoothed losses and the minutes before each."""
     evaluated: Columns
-    """Of the evaluations; `compared` are the losses that can be compared."""
+    """Columns of the evaluations; `compared` has the losses that can be compared."""
     samples: list[tuple[int, str]]
     """Steps in order, and the text of each."""
     notes: list[str]

@@ -43,7 +43,7 @@ def write_report(paths: Sequence[Path], out: Path) -> None:
         out: the page to write or replace.
 
     Raises:
-        UserError: a path is no run, or the page cannot be written.
+        UserError: a path is not a run, or the page cannot be written.
     """
     names = [path.resolve().name for path in paths]
     labels = [f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, start=1)]

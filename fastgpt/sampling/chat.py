@@ -129,7 +129,7 @@ def open_conversations(
     packed: bool,
     val_fraction: float,
 ) -> Data:
-    """Reads the conversations of a JSONL file, of which the last ones are held out.
+    """Reads the conversations of a JSONL file, and holds out the last ones.
 
     A line has `messages` of the roles system, user and assistant, or `prompt` and `completion`.
 
@@ -171,7 +171,7 @@ def _messages(row: Any) -> Messages:
     """Returns the messages of a line, which the system may begin, then users and answers in turn.
 
     Raises:
-        UserError: the line is no conversation, or does not end in an answer.
+        UserError: the line is not a conversation, or does not end in an answer.
     """
     row = row if isinstance(row, dict) else {}
     messages = row.get("messages")

@@ -47,7 +47,7 @@ class Template:
     """Chat template in Jinja, which runs in Jinja's sandbox.
 
     Raises:
-        UserError: it is no template.
+        UserError: the template cannot be parsed.
     """
 
     def __init__(self, text: str = CHATML) -> None:

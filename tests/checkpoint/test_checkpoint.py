@@ -240,7 +240,7 @@ def test_renamed_checkpoint_is_refused(folder):
         checkpoint.find(f"{folder}/step_00000020")
     assert checkpoint.find(str(copy))[0].step == 15
     flip(copy / "state.pt")
-    with pytest.raises(UserError, match=r"mine is damaged: state\.pt .*; there is no valid one"):
+    with pytest.raises(UserError, match=r"mine is damaged: state\.pt .*; none before it is valid"):
         checkpoint.find(str(copy))
 
 

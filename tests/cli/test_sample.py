@@ -147,7 +147,7 @@ def test_several_samples_stand_below_a_line_that_tells_which():
 
 
 def test_what_is_no_run_is_named(tmp_path):
-    with pytest.raises(UserError, match=r" is no model: expected a run or checkpoint, a folder"):
+    with pytest.raises(UserError, match=r" is not a model: expected a run or checkpoint, a folder"):
         load(tmp_path)
     with pytest.raises(UserError, match=r"/no does not exist: expected a run such as runs/NAME"):
         load(tmp_path / "no")

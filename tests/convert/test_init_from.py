@@ -151,7 +151,7 @@ def test_names_that_are_nothing_are_errors_of_one_line(argv, tmp_path, monkeypat
         "baby-20261120": "baby-20261120 does not exist: expected a run such as runs/NAME",
         "runs/mistyped": "runs/mistyped does not exist",
         "out/ckpt.pt": "out/ckpt.pt does not exist",
-        str(tmp_path): "is no model: expected a run or checkpoint, a folder with config.json",
+        str(tmp_path): "is not a model: expected a run or checkpoint, a folder with config.json",
     }.items():
         monkeypatch.setattr("sys.argv", ["train.py", *argv(name)])
         assert said in runs.one_line_error(capfd, main)

@@ -60,7 +60,7 @@ NANOCHAT = {"transformer.wte.weight": torch.zeros(1), "transformer.h.0.attn.c_q.
 def test_other_pickles_are_refused_and_do_not_run(content, tmp_path):
     file = tmp_path / "ckpt.pt"
     torch.save(content, file)
-    with pytest.raises(UserError, match=r"is no checkpoint of nanoGPT"):
+    with pytest.raises(UserError, match=r"is not a checkpoint of nanoGPT"):
         weights(file)
 
 
@@ -69,7 +69,7 @@ def test_damaged_files_are_named(written):
     whole = file.read_bytes()
     for content, said in (
         (whole[:-1], rf"x\.bin has {len(whole) - 1:,} bytes: expected {len(whole):,}"),
-        (whole[:100], r"x\.bin is no model of llm\.c: it begins with \[20240326, 3\]"),
+        (whole[:100], r"x\.bin is not a model of llm\.c: it begins with \[20240326, 3\]"),
         (b"\0" * 2000, r"begins with \[0, 0\], expected 20240326 and version 3 or 5"),
     ):
         file.write_bytes(content)

@@ -159,6 +159,17 @@ def test_damaged_parquet_is_named_in_one_line(tmp_path, damage):
         chunks(path)
 
 
+@pytest.mark.parametrize("name", ["x.arrow", "x.feather.arrow"])
+def test_damaged_arrow_is_named_in_one_line(tmp_path, name):
+    path = write_documents(tmp_path / name, ["first"] * 9)
+    with pytest.raises(UserError, match=rf"{name} has no column 'body' of text"):
+        chunks(path, field="body")
+    for damaged in (path.read_bytes()[:100], path.read_bytes()[:-300], b"{}"):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"^cannot read .*{name}: [^\n]+$"):
+            chunks(path)
+
+
 def test_separator_that_never_comes_is_named_before_memory_is_full(tmp_path, monkeypatch, small):
     monkeypatch.setattr(reading, "MAX_DOCUMENT", 100)
     (tmp_path / "x.txt").write_text("one--two--" + "three" * 30)

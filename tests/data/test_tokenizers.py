@@ -143,7 +143,7 @@ def test_ids_are_written_as_numbers():
     assert tokenizer.encode(" 17 4\n299 ").tolist() == [17, 4, 299]
     assert tokenizer.decode([17, 4, 299]) == "17 4 299"
     for wrong in ("300", "a", "1,2"):
-        with pytest.raises(UserError, match=f"'{wrong}' is no id: expected 0 to 299"):
+        with pytest.raises(UserError, match=f"'{wrong}' is not an id: expected 0 to 299"):
             tokenizer.encode(wrong)
     with pytest.raises(UserError, match="vocab_size is 0: expected 1 or more"):
         IdTokenizer(0)
