@@ -1,30 +1,216 @@
-"""Measures one case: checks every implementation and times those whose results are right.
+"""Measures calls: one timer for every benchmark, and the check of an op before it is timed.
 
-Ours, PyTorch's and every peer are checked with the same rule (`kernels.parity`), and an
-implementation with wrong results gets no time. A peer beyond the rule is still timed if its
-relative L2 error is at most LENIENT, because leaving it out would flatter us; the row says by how
-much it is off.
+On CUDA a call lies between two events, behind a write that is larger than the L2 cache and a pause
+as long as the host needs to queue the call, so that the time is the GPU's work and not the host's
+speed. On a CPU it is `perf_counter`, over as many calls as make a millisecond, caches warm. Rivals
+take turns, A B B A, so that a drift of the machine's speed affects all of them alike.
+
+An op's implementations are checked with the rule of the tests (`kernels.parity`). One with wrong
+results gets no time. A peer beyond the rule is still timed if its relative L2 error is at most
+LENIENT, because leaving it out would flatter us.
 """
 
-import multiprocessing
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.cases import Case, Inputs, cases
-from bench.peers import MissingError
-from bench.timing import Timed, Timer, limit, quantiles
-from fastgpt.device.device import DTYPES
+from bench.ops import Case, Inputs, MissingError
+from bench.records import Record, record
+from fastgpt.device.device import DTYPES, measured_peak
+from fastgpt.errors import UserError
 from fastgpt.kernels.parity import complaints, errors, outputs_and_gradients
 
+ROOT = Path(__file__).parents[1]
+FLUSH_BYTES = 256 * 2**20
+"""Size of the write before each call: five times the L2 cache of an H200, twice that of a B200."""
+LEAST_SECONDS = 1e-3
+"""Shortest sample on a CPU: shorter calls are timed several at a time."""
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
+"""Size of the buffer whose copy is timed: far beyond any cache."""
+PAUSE_HZ = 2.0e9
+"""GPU clock assumed for the pause in which the host queues work; a slower one pauses longer."""
 LENIENT = 0.02
 """Largest relative L2 error of a peer that is timed; FlashAttention in bf16 has about 0.005."""
-Record = tuple[str, dict[str, Any]]
-"""Kind of a record (`op`, `missing`, `refused`), and its fields."""
+
+
+def nothing() -> Any:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A call to be timed: `call(prepare())`, of which only the call counts."""
+
+    call: Callable[[Any], Any]
+    prepare: Callable[[], Any] = nothing
+
+
+@dataclass(slots=True)
+class Samples:
+    """Seconds of each sample: until the device is done, and until the call returned."""
+
+    device: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+
+
+def quantiles(samples: list[float]) -> dict[str, float]:
+    """Returns the quantiles p20, p50 and p80 of samples, and their number."""
+    deciles = statistics.quantiles(samples * (1 + (len(samples) == 1)), n=10, method="inclusive")
+    return {"p20": deciles[1], "p50": deciles[4], "p80": deciles[7], "samples": len(samples)}
+
+
+class Timer:
+    """Times calls on one device, `cpu` or `cuda`."""
+
+    def __init__(self, on: str) -> None:
+        self.on = on
+        self.flush = torch.empty(FLUSH_BYTES if on == "cuda" else 0, dtype=torch.int8, device=on)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The method of timing, for the record."""
+        if self.on == "cuda":
+            return {"clock": "CUDA events", "cache": f"flushed with {FLUSH_BYTES >> 20} MiB"}
+        return {"clock": "perf_counter", "cache": "warm"}
+
+    def sample(self, timed: Timed, calls: int = 1, pause: float = 0.0) -> tuple[float, float]:
+        """Returns (seconds on the device, seconds of the host) of one call, the mean of `calls`."""
+        if self.on == "cuda":
+            return self._sample_cuda(timed, pause)
+        states = [timed.prepare() for _ in range(calls)]
+        call, start = timed.call, time.perf_counter()
+        for state in states:
+            call(state)
+        seconds = (time.perf_counter() - start) / calls
+        return seconds, seconds
+
+    def _sample_cuda(self, timed: Timed, pause: float) -> tuple[float, float]:
+        state = timed.prepare()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        self.flush.zero_()
+        torch.cuda._sleep(int(pause * PAUSE_HZ))
+        begin.record()
+        start = time.perf_counter()
+        timed.call(state)
+        host = time.perf_counter() - start
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3, host
+
+    def interleave(
+        self, rivals: Mapping[str, Timed], *, seconds: float, rounds: int | None = None
+    ) -> dict[str, Samples]:
+        """Times several implementations in turn, in alternating order; returns the samples of each.
+
+        Args:
+            rivals: calls by name; the first call of each is not counted.
+            seconds: time in all, for at least 3 and at most 100 rounds.
+            rounds: exact number of rounds instead.
+        """
+        plans = {name: self._plan(timed) for name, timed in rivals.items()}
+        samples = {name: Samples() for name in rivals}
+        end, turn = time.perf_counter() + seconds, 0
+        while turn < (rounds or 3) or (rounds is None and turn < 100 and time.perf_counter() < end):
+            for name in list(rivals)[:: -1 if turn % 2 else 1]:
+                on_device, on_host = self.sample(rivals[name], *plans[name])
+                samples[name].device.append(on_device)
+                samples[name].host.append(on_host)
+            turn += 1
+        return samples
+
+    def _plan(self, timed: Timed) -> tuple[int, float]:
+        """Returns (calls per sample, seconds of pause before each), measured with two calls."""
+        self.sample(timed)
+        on_device, on_host = self.sample(timed)
+        if self.on == "cuda":
+            return 1, min(1.5 * on_host, 0.01)
+        return max(1, min(64, round(LEAST_SECONDS / max(on_device, 1e-9)))), 0.0
+
+
+# --- the machine's limits -------------------------------------------------------------------------
+
+
+def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -> dict[str, float]:
+    """Measures FLOP/s of the best square matrix product, as `matmul <dtype>`, and bytes/s, as
+    `copy`.
+
+    They are the limits for every row of the same run. A copy of n bytes reads and writes: it counts
+    2 n, as the bytes of every op's row do.
+    """
+    on = timer.on
+    rates = {f"matmul {name}": measured_peak(on, DTYPES[name], seconds) for name in dtypes}
+    source = torch.randint(-128, 127, (COPY_BYTES[on],), dtype=torch.int8, device=on)
+    target = torch.empty_like(source)
+    copy = Timed(lambda _: target.copy_(source))
+    samples = timer.interleave({"copy": copy}, seconds=seconds)["copy"].device
+    return {**rates, "copy": 2 * COPY_BYTES[on] / quantiles(samples)["p20"]}
+
+
+def peaks_of(rates: dict[str, float], dtype: str) -> dict[str, float]:
+    """Returns the machine's limits for one dtype: FLOP/s as `matmul`, bytes/s as `copy`."""
+    return {"matmul": rates[f"matmul {dtype}"], "copy": rates["copy"]}
+
+
+def limit(flops: float, size: float, peaks: dict[str, float]) -> tuple[float, str]:
+    """Returns the least seconds that this work can take, and `matmul` or `copy`, which limits it.
+
+    Args:
+        flops: FLOPs of matrix products.
+        size: bytes moved.
+        peaks: FLOP/s as `matmul` and bytes/s as `copy`, measured.
+    """
+    times = {"matmul": flops / peaks["matmul"], "copy": size / peaks["copy"]}
+    bound = max(times, key=lambda name: times[name])
+    return times[bound], bound
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def time_process(what: str, *arguments: str, cwd: Path = ROOT) -> tuple[float, str]:
+    """Runs Python as a process of its own; returns its seconds and its output.
+
+    Args:
+        what: name of the process in an error.
+
+    Raises:
+        UserError: the process failed; the message has the last line that it printed.
+    """
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
+        raise UserError(f"{what} failed: {said[0]}")
+    return seconds, done.stdout
+
+
+def resident_peak() -> int:
+    """Returns this process's peak resident size in bytes; getrusage's includes the parent's."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if "VmHWM" in line))
+
+
+def in_one_line(error: Exception) -> str:
+    """Formats an error as its type and first line; the message of an assertion is often empty."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+# --- is an implementation right -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +218,10 @@ class Passed:
     """An implementation with correct results, which may be timed."""
 
     call: Callable[..., Any]
-    inexact: str = ""
+    error: float
+    """Largest relative L2 error of an output or gradient."""
+    inexact: bool = False
+    """True for a peer beyond the rule."""
 
 
 class Checker:
@@ -101,20 +290,10 @@ class Checker:
         except Exception as error:  # the others still run
             return in_one_line(error)
         if not wrong:
-            return Passed(call)
+            return Passed(call, worst)
         if name != "ours" and worst <= LENIENT:
-            return Passed(call, f"{wrong[0]}; relative L2 error {worst:.1e}")
+            return Passed(call, worst, inexact=True)
         return f"wrong: {wrong[0]}"
-
-
-def in_one_line(error: Exception) -> str:
-    """Formats an error as its type and first line; the message of an assertion is often empty."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
-
-
-def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
-    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 
 # --- passes ---------------------------------------------------------------------------------------
@@ -161,110 +340,56 @@ def peak_bytes(timed: Timed) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def resident_peak() -> int:
-    """Returns this process's peak resident size in bytes; getrusage's includes the parent's."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in status.splitlines() if "VmHWM" in line))
+# --- a case of an op ------------------------------------------------------------------------------
 
 
-def memory_on_cpu(case: str, name: str) -> dict[str, int]:
-    """Measures the memory of two steps in a process of their own; only on Linux, else empty.
-
-    `peak_bytes` is the whole process, Python and PyTorch included; `before_bytes` is the part that
-    was there before the first step, inputs included.
-    """
-    if not Path("/proc/self/status").exists():
-        return {}
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_memory_here, (case, name))
-
-
-def _memory_here(name: str, implementation: str) -> dict[str, int]:
-    (case,) = cases("cpu", names={name}, full=True)
-    call = case.implementations[implementation]("cpu")
-    timed = timed_pass(case, call, "both", case.inputs("cpu"))
-    before = resident_peak()
-    for _ in range(2):
-        timed.call(timed.prepare())
-    return {"peak_bytes": resident_peak(), "before_bytes": before}
-
-
-# --- a case ---------------------------------------------------------------------------------------
-
-
-def records_of(
+def op_records(
     case: Case,
     timer: Timer,
     peaks: dict[str, float],
     *,
     seconds: float,
     rounds: int | None = None,
-) -> Iterator[Record]:
-    """Measures a case and yields rows of kind `op`, `missing` and `refused`.
+    against: tuple[str, ...] = (),
+) -> Iterator[list[Record]]:
+    """Measures a case; yields the records of implementations without a time, then of each pass.
 
     Args:
-        peaks: `matmul` and `copy` rates, see `bench.timing`.
+        peaks: see `peaks_of`.
         seconds: time for each pass, all implementations together.
         rounds: number of rounds instead.
+        against: names of the peers; all of them by default.
     """
     torch.compiler.reset()  # all cases compile the same code; together they pass a limit
-    about = {"case": case.name, "op": case.spec.name, "shape": case.shape, "dtype": case.dtype}
-    checker, passed = Checker(case, timer.on), {}
-    for name, maker in case.implementations.items():
+    checker, passed, absent = Checker(case, timer.on), dict[str, Passed](), list[Record]()
+    about = {"shape": case.shape}
+    for name, maker in case.implementations(against).items():
         try:
-            call = maker(timer.on)
+            result = checker.check(name, maker(timer.on))
         except MissingError as reason:
-            yield "missing", {**about, "implementation": name, "reason": str(reason)}
-            continue
+            result = str(reason)
         except Exception as error:  # a broken installation may raise anything
-            yield "refused", {**about, "implementation": name, "reason": in_one_line(error)}
-            continue
-        result = checker.check(name, call)
+            result = in_one_line(error)
         if isinstance(result, Passed):
             passed[name] = result
         else:
-            yield "refused", {**about, "implementation": name, "reason": result}
+            absent.append(record(case.name, name, why=result, **about))
+    yield absent
     del checker
     inputs = case.inputs(timer.on)
-    memory = _memory(case, timer.on, passed)
     for which in case.passes:
         rivals = {n: timed_pass(case, ok.call, which, inputs) for n, ok in passed.items()}
         samples = timer.interleave(rivals, seconds=seconds, rounds=rounds)
+        rows = []
         for name, timing in samples.items():
-            row = figures(case, which, quantiles(timing.device), peaks)
+            figure, (flops, size) = quantiles(timing.device), case.work()[which]
+            least, bound = limit(flops, size, peaks)
+            more = about | {
+                "tflops": flops / figure["p50"] / 1e12, "gb_per_s": size / figure["p50"] / 1e9,
+                "bound": bound, "share": least / figure["p50"], "error": passed[name].error,
+                "inexact": passed[name].inexact, "host": quantiles(timing.host),
+            }  # fmt: skip
             if timer.on == "cuda":
-                row["peak_bytes"] = peak_bytes(rivals[name])
-            elif which == "both":
-                row |= memory.get(name, {})
-            host = quantiles(timing.host)
-            inexact = {"inexact": passed[name].inexact} if passed[name].inexact else {}
-            yield (
-                "op",
-                {**about, "pass": which, "implementation": name, **row, "host_s": host, **inexact},
-            )
-
-
-def _memory(case: Case, on: str, passed: dict[str, Passed]) -> dict[str, dict[str, int]]:
-    if on == "cuda" or case.label not in case.spec.sizes.get(f"{on}-full", {}):
-        return {}
-    return {name: memory_on_cpu(case.name, name) for name in passed}
-
-
-def figures(
-    case: Case, which: str, seconds: dict[str, float], peaks: dict[str, float]
-) -> dict[str, Any]:
-    """Computes an implementation's FLOP/s and bytes/s, and its share of the machine's limit."""
-    flops, size = case.work()[which]
-    least, bound = limit(flops, size, peaks)
-    p50 = seconds["p50"]
-    return {
-        "device_s": seconds,
-        "flops": flops,
-        "bytes": size,
-        "tflops": flops / p50 / 1e12,
-        "gb_per_s": size / p50 / 1e9,
-        "bound": bound,
-        "limit_s": least,
-        "share": least / p50,
-        "roof": peaks,
-    }
+                more["peak_bytes"] = peak_bytes(rivals[name])
+            rows.append(record(f"{case.name}/{which}", name, figure, **more))
+        yield rows

@@ -1,12 +1,8 @@
-"""Raw records of measurements: one JSON line for each, with all that is needed to repeat it.
+"""Records of measurements: one line of JSON for each case and implementation.
 
-Each line has a `kind`: `op`, `step`, `missing`, `refused`, `machine`, `race`, `data`, `test`,
-`environment`, `convergence`, `host`, `save`, `muon`, `generate`, `reproduction`, `tune`, `process`
-(a run's phases), `training` (a run's losses), `resume` (a run beside a resumed one); and a `run`,
-so that only figures of one run are ever compared.
-
-A measurement writes into `bench/results/local/`, which git ignores; `publish` moves these records
-beside the committed ones.
+A measurement adds lines to `bench/results/local/<machine>.jsonl`, which git ignores. `publish`
+moves them into `bench/results/<machine>.jsonl`, which holds the newest run of each case. Older
+runs are in git's history. A machine is a kind: CPUs or GPUs of one name and number.
 """
 
 import functools
@@ -14,46 +10,82 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from fastgpt.commands import installed
 from fastgpt.device import device
+from fastgpt.errors import UserError
+from fastgpt.files import write_atomically
 from fastgpt.run import manifest
 
 RESULTS = Path(__file__).parent / "results"
 LOCAL = "local"
 """Folder in `RESULTS` of unpublished records."""
-PEERS = ("liger_kernel", "flash_attn", "flash_attn_3", "flash_attn_4")
+PEERS = ("liger_kernel", "flash_attn", "flash_attn_3", "flash_attn_4", "transformers")
 ABOUT_GPU = ("driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+OVER_BUDGET = "over the budget"
+
+Record = dict[str, Any]
+"""A measurement, as `record` makes it."""
+
+
+def record(
+    case: str,
+    implementation: str,
+    figure: dict[str, float] | None = None,
+    *,
+    unit: str = "s",
+    why: str = "",
+    **more: Any,
+) -> Record:
+    """Makes a record.
+
+    Args:
+        case: what was measured, such as `layer_norm/gpt2-124m/bf16/fwd` or `step/baby/B=16`.
+        implementation: who did it; `ours` or a name that begins with fastgpt is this project.
+        figure: quantiles p20, p50 and p80, and the number of `samples`; None if there is none.
+        unit: unit of the figure.
+        why: reason why there is no figure.
+        more: what else this kind of case has.
+    """
+    assert (figure is None) == bool(why), (case, implementation)
+    about = {"case": case, "implementation": implementation}
+    return {**about, "figure": figure, "unit": unit, **({"why": why} if why else {}), **more}
+
+
+def is_ours(row: Record) -> bool:
+    """Returns True for a record of our op or of one of fastgpt's trainers."""
+    return row["implementation"] == "ours" or row["implementation"].startswith("fastgpt")
+
+
+def failed(row: Record) -> bool:
+    """Returns True for a case of an op that ours failed: wrong results, or an error."""
+    ours = row["implementation"] in ("ours", "all") and not row["case"].startswith("test/")
+    return ours and row["figure"] is None and not row.get("why", "").startswith(OVER_BUDGET)
+
+
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def slug(name: str) -> str:
-    """Turns the name of a device into the name of a folder."""
+    """Turns the name of a device into the name of a file."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def state(on: str) -> dict[str, Any]:
-    """Reads clocks, temperatures and load of the machine, as far as they are available."""
+    """Reads a GPU's clocks, temperature and power, or a CPU's clocks and load."""
     if on == "cuda":
         found = _nvidia_smi()
         return {name: value for name, value in found.items() if name != "driver_version"}
-    load = Path("/proc/loadavg")
     info = Path("/proc/cpuinfo")
     clocks = re.findall(r"cpu MHz\s*: ([\d.]+)", info.read_text()) if info.exists() else []
-    zones = sorted(Path("/sys/class/thermal").glob("thermal_zone*/temp"))
-    return {
-        "mhz": [float(mhz) for mhz in clocks],
-        "celsius": [int(zone.read_text()) / 1000 for zone in zones],
-        **({"load": float(load.read_text().split()[0])} if load.exists() else {}),
-    }
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {"mhz": [round(float(mhz)) for mhz in clocks], "load": load}
 
 
 def _nvidia_smi() -> dict[str, str]:
@@ -71,9 +103,8 @@ def _nvidia_smi() -> dict[str, str]:
 
 @functools.cache
 def described(on: str) -> dict[str, Any]:
-    """Returns device, driver, versions and commit, which every line carries."""
+    """Returns device, driver, versions and commit, which every line of a record carries."""
     facts = manifest.provenance()
-    commit = facts["commit"] or "unknown"
     driver = _nvidia_smi().get("driver_version") if on == "cuda" else None
     peers = {name: version for name in PEERS if (version := installed(name)) is not None}
     slow = on == "cpu" and not device.fast_bf16(on)
@@ -81,76 +112,79 @@ def described(on: str) -> dict[str, Any]:
         # CPUs of one name, rented in parts, differ in what limits a step most
         "device": device.device_name(on) + (", no bf16" if slow else ""),
         "on": on,
-        "driver": driver,
-        "versions": {**facts["versions"], **peers},
-        "commit": commit.removesuffix("-dirty"),
-        "dirty": commit.endswith("-dirty"),
+        **({"driver": driver} if driver else {}),
+        "versions": {name: v for name, v in {**facts["versions"], **peers}.items() if v},
+        "commit": facts["commit"] or "unknown",
     }
 
 
-def folder_of(on: str) -> Path:
-    """Returns the folder for measurements of this machine's `cpu` or `cuda`."""
-    return RESULTS / LOCAL / slug(described(on)["device"])
+# --- files ----------------------------------------------------------------------------------------
 
 
 class Writer:
-    """Appends to `<folder>/<date>-<name>.jsonl`.
+    """Adds lines to a file of records.
 
     Args:
-        folder: `bench/results/local/<device>` by default.
-        name: the commit by default; `tune` for the samples of the tuner.
-        settings: settings of the whole run, written on every line.
+        out: folder of the file; by default `bench/results/local`.
+        settings: settings of the run, written on every line.
     """
 
-    def __init__(
-        self, on: str, folder: Path | None = None, name: str = "", **settings: Any
-    ) -> None:
-        started = time.strftime("%Y-%m-%dT%H:%M:%S")
+    def __init__(self, on: str, out: Path | None = None, **settings: Any) -> None:
         if isa := os.environ.get("ONEDNN_MAX_CPU_ISA"):  # products use fewer instructions
             settings["isa"] = isa
-        self.common = {"run": f"{started}-{os.getpid()}", **described(on), "settings": settings}
-        folder = folder or folder_of(on)
+        run = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{os.getpid()}"
+        self.common = {"run": run, **described(on), "settings": settings}
+        folder = out or RESULTS / LOCAL
         folder.mkdir(parents=True, exist_ok=True)
-        name = name or self.common["commit"][:12]
-        self.path = folder / f"{time.strftime('%Y-%m-%d')}-{name}.jsonl"
+        self.path = folder / f"{slug(described(on)['device'])}.jsonl"
 
-    def write(self, kind: str, *rows: dict[str, Any]) -> Path:
-        """Writes a line for each row; returns the file."""
-        with self.path.open("a") as file:
+    def write(self, *rows: Record) -> Path:
+        """Adds a line for each record; returns the file."""
+        with self.path.open("a", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps({"kind": kind, **self.common, **row}) + "\n")
+                file.write(json.dumps({**row, **self.common}) + "\n")
         return self.path
 
 
-def publish() -> list[Path]:
-    """Moves the local records beside the committed ones, and returns the files that it added to."""
-    published = []
-    for path in sorted((RESULTS / LOCAL).glob("*/*.jsonl")):
-        target = RESULTS / path.relative_to(RESULTS / LOCAL)
-        target.parent.mkdir(exist_ok=True)
-        with target.open("a") as file:
-            file.write(path.read_text())
-        path.unlink()
-        published.append(target)
-    return published
+def read(folder: Path | None = None) -> list[Record]:
+    """Reads the records of every machine in a folder, by default the committed ones.
 
-
-def read(folder: Path | None = None) -> list[dict[str, Any]]:
-    """Reads every record in `folder/<device>/`, oldest file first, with the `path` of its file.
-
-    By default it reads the committed records.
+    A line that a killed process left unfinished does not count.
     """
-    folder = folder or RESULTS
-    return [
-        {**json.loads(line), "path": path}
-        for path in sorted((*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl")))
-        for line in path.read_text().splitlines()
-    ]
+    found = []
+    for path in sorted((folder or RESULTS).glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return found
 
 
-def show(header: str, lines: Iterable[Iterable[str]]) -> None:
-    """Prints lines of figures as a table; `header` has its columns, with | between them."""
-    table = Table(*header.split("|"))
-    for line in lines:
-        table.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+def newest(rows: Iterable[Record]) -> list[Record]:
+    """Returns the records of each device and case from the newest run that has it, in order."""
+    runs: dict[tuple[str, str], str] = {}
+    rows = list(rows)
+    for row in rows:
+        key = row["device"], row["case"]
+        runs[key] = max(runs.get(key, ""), row["run"])  # a run's name begins with its time
+    return [row for row in rows if row["run"] == runs[row["device"], row["case"]]]
+
+
+def publish() -> list[Path]:
+    """Moves the local records into the committed files, which keep the newest run of each case.
+
+    Raises:
+        UserError: an op of ours failed in a local record; nothing is moved.
+    """
+    local = sorted((RESULTS / LOCAL).glob("*.jsonl"))
+    if wrong := next(filter(failed, read(RESULTS / LOCAL)), None):
+        raise UserError(f"nothing is published: ours failed {wrong['case']}: {wrong['why']}")
+    for path in local:
+        target = RESULTS / path.name
+        lines = [x.read_text(encoding="utf-8") for x in (target, path) if x.exists()]
+        kept = newest(json.loads(line) for line in "".join(lines).splitlines())
+        text = "".join(json.dumps(row) + "\n" for row in sorted(kept, key=lambda row: row["case"]))
+        write_atomically(target, text.encode())
+        path.unlink()
+    return [RESULTS / path.name for path in local]

@@ -1,21 +1,30 @@
-"""Implementations of each op by other libraries, adapted to our arguments.
+"""Cases of the benchmark: every op's `Spec` at its sizes, beside other implementations.
 
-A peer is a function of the device, `cpu` or `cuda`, that returns the callable or raises
+Each size of an op in each dtype is a case: `attention/gpt2-124m/bf16`. No case is left out because
+another implementation is faster there. CONTRIBUTING.md says how to add an op.
+
+An implementation is a function of the device, `cpu` or `cuda`, that returns the callable or raises
 `MissingError` with the reason why it cannot run here. A library is imported when it is first used.
 """
 
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from fastgpt.device.device import end_compile_workers_at_exit, has_compiler
+from fastgpt.device.device import DTYPES, end_compile_workers_at_exit, fast_bf16, has_compiler
+from fastgpt.errors import UserError, unknown_name
+from fastgpt.kernels.runtime import INTERPRETING
+from fastgpt.kernels.spec import Problem, Spec, Work
+from fastgpt.kernels.specs import SPECS
 
+Inputs = dict[str, Tensor]
 Maker = Callable[[str], Callable[..., Any]]
 
 
@@ -42,20 +51,10 @@ def needs(module: str, package: str, *, cuda: bool = True) -> Callable[[str], An
     return load
 
 
-# --- torch.compile --------------------------------------------------------------------------------
-
-COMPILE_ON_CPU = False
-"""True with `--compiled`: also time torch.compile on a CPU, which takes 10 to 20 s per case."""
-
-
 def compiled(reference: Callable[..., Any]) -> Maker:
     """Returns the plain reference compiled by torch.compile."""
 
     def make(on: str) -> Callable[..., Any]:
-        if on == "cpu" and not COMPILE_ON_CPU:
-            raise MissingError(
-                "not asked for on a CPU (10 to 20 s of compiling a case): --compiled"
-            )
         if not has_compiler():
             raise MissingError("no C++ compiler was found (CXX, g++, clang++)")
         end_compile_workers_at_exit()
@@ -236,3 +235,160 @@ def liger(module: str, function: str, *after: Any) -> Maker:
         return call
 
     return make
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+def _no_such_peer(on: str) -> Callable[..., Any]:
+    raise MissingError("liger-kernel lacks this op")
+
+
+def _liger_swiglu(on: str) -> Callable[..., Tensor]:
+    product = liger("swiglu", "LigerSiLUMulFunction", None)(on)
+    return lambda x, bias: product(*(x + bias).chunk(2, dim=-1))
+
+
+PEERS: dict[str, dict[str, Maker]] = {
+    "attention": ATTENTION,
+    "attention_packed": {name: packed(maker) for name, maker in ATTENTION.items()},
+    "layer_norm": {"liger": liger("layer_norm", "LigerLayerNormFunction", None, 1e-5)},
+    "add_layer_norm": {"liger": _no_such_peer},
+    "rms_norm": {
+        "liger": liger("rms_norm", "LigerRMSNormFunction", None, 1e-6, 0.0, "llama", False)
+    },
+    # its default overwrites the upstream gradient, which the next call needs
+    "add_rms_norm": {
+        "liger": liger(
+            "fused_add_rms_norm", "LigerFusedAddRMSNormFunction", None, 1e-6, 0.0, "llama", False
+        )
+    },
+    "cross_entropy": {"liger": liger("cross_entropy", "LigerCrossEntropyFunction", 1, None)},
+    "linear_cross_entropy": {
+        "liger": liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", 1),
+        "torch-chunked": chunked_cross_entropy,
+    },
+    "bias_act_swiglu": {"liger": _liger_swiglu},
+    "decode_attention": {
+        "sdpa": always(sdpa_decoding),
+        "flash-attn-2": flash_attn_decoding("flash_attn", "flash-attn 2"),
+        "flash-attn-3": flash_attn_decoding("flash_attn_interface", "flash-attn 3"),
+    },
+}
+"""Implementations by other libraries to compare each op with, by the op's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An op with input sizes and a dtype, to be benchmarked."""
+
+    spec: Spec
+    label: str
+    shape: Problem
+    dtype: str
+    peers: Mapping[str, Maker]
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec.name}/{self.label}/{self.dtype}"
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ("fwd", "bwd", "both") if self.spec.differentiable else ("fwd",)
+
+    def implementations(self, against: tuple[str, ...] = ()) -> dict[str, Maker]:
+        """Returns `ours` and others by name, such as `eager` (PyTorch's own ops).
+
+        Args:
+            against: names of the others; all of them by default, but torch.compile on a CPU.
+        """
+        spec, others = self.spec, self.peers
+        if self.shape.get("docs"):
+            others = {name: self._with_options(maker) for name, maker in DOCUMENTS.items()}
+
+        def ours(on: str) -> Callable[..., Any]:
+            """Our kernel where kernels run, else the function that the model calls on a CPU."""
+            op = spec.op if on == "cuda" or INTERPRETING else spec.cpu or spec.op
+            return spec.call(op, self.shape, on)
+
+        def compiling(on: str) -> Callable[..., Any]:
+            if on == "cpu" and not against:
+                raise MissingError("takes 10 to 20 s a case on a CPU: --against compiled")
+            return spec.call(compiled(spec.eager)(on), self.shape, on)
+
+        found = {
+            "ours": ours,
+            "eager": lambda on: spec.call(spec.eager, self.shape, on),
+            "compiled": compiling,
+            **others,
+        }
+        return {k: v for k, v in found.items() if not against or k in ("ours", *against)}
+
+    def _with_options(self, maker: Maker) -> Maker:
+        return lambda on: self.spec.call(maker(on), self.shape, on)
+
+    def inputs(self, on: str) -> Inputs:
+        """Makes random inputs, never zeros, because the data affects a GPU's power and clocks."""
+        generator = torch.Generator(on).manual_seed(0)
+        dtype = DTYPES[self.dtype]
+
+        def make(*sizes: int, below: int = 0) -> Tensor:
+            if below:
+                return torch.randint(below, sizes, device=on, generator=generator)
+            drawn = torch.randn(sizes, device=on, generator=generator)
+            return drawn.to(dtype).requires_grad_(self.spec.differentiable)
+
+        return self.spec.inputs(self.shape, make)
+
+    def work(self) -> Work:
+        return self.spec.work(self.shape, DTYPES[self.dtype].itemsize)
+
+
+def cases(
+    on: str,
+    op: tuple[str, ...] = (),
+    size: tuple[str, ...] = (),
+    dtype: tuple[str, ...] = (),
+    *,
+    quick: bool = False,
+    full: bool = False,
+) -> list[Case]:
+    """Returns the cases of a kind of device, `cpu` or `cuda`.
+
+    Args:
+        op: names of ops; all by default.
+        size: names of sizes. By default all that are worth measuring on the device; `tiny`, the
+            first small problem of each op, is for rehearsals in Triton's interpreter.
+        dtype: bf16, fp16 or fp32; by default those that are worth measuring on the device.
+        quick: only the first case of each op.
+        full: include the sizes that take long.
+
+    Raises:
+        UserError: a name is unknown, or nothing matches.
+    """
+    for name in op:
+        if name not in SPECS:
+            raise unknown_name("op", name, SPECS)
+    tiny = size == ("tiny",)
+    usual = ("bf16",) if on == "cuda" else ("bf16", "fp32") if fast_bf16(on) else ("fp32",)
+
+    def sizes(spec: Spec) -> dict[str, Problem]:
+        if tiny:
+            return {"tiny": next(iter(spec.problems.values()))}
+        slow = full or bool(size)
+        return {**spec.sizes.get(on, {}), **(spec.sizes.get(f"{on}-full", {}) if slow else {})}
+
+    found = [
+        Case(SPECS[name], label, shape, number, PEERS.get(name, {}))
+        for name in op or SPECS
+        for label, shape in sizes(SPECS[name]).items()
+        if not size or label in size
+        # fp32 is right in Triton's interpreter and fast on a CPU
+        for number in dtype or (("fp32",) if tiny else usual)
+    ]
+    if quick:
+        found = [*{case.spec.name: case for case in reversed(found)}.values()][::-1]
+    if not found:
+        known = sorted({label for name in op or SPECS for label in sizes(SPECS[name])})
+        raise UserError(f"no case has --size {' '.join(size)}: expected some of {' '.join(known)}")
+    return found
