@@ -203,8 +203,10 @@ chaos: $(call env,dev) ## does a kill at any moment lose anything? (~20 min; ARG
 bench: $(call env,core) ## time ops and training steps beside peers (~3 min); ARGS=--publish writes docs/
 	$(PY) -m bench $(ARGS)
 
-bench-regress: $(call env,dev) ## are the ops slower than this machine's baseline? (ARGS=--save makes it)
-	$(PY) -m bench.regress $(ARGS)
+bench-regress: $(call env,dev) ## are the ops over 10 % slower than at the last ARGS=--benchmark-autosave?
+	$(if $(ARGS)$(wildcard .benchmarks/*/*.json),,$(call fail,no run to compare with: make bench-regress ARGS=--benchmark-autosave))
+	$(PY) -m pytest bench -q --benchmark-only -k "ours and (both or decode)" --benchmark-columns min,median,rounds \
+	$(or $(ARGS),--benchmark-compare --benchmark-compare-fail min:10%)
 
 gpu: $(call env,dev) ## check and time all that needs CUDA, in 8 minutes; ARGS=second: 3 minutes more
 	$(PY) -m bench.gpu $(ARGS)
@@ -235,5 +237,5 @@ fmt: $(call env,dev) ## format the code and mend what ruff can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove caches and build leftovers; environment, data and runs stay
-	rm -rf build fastgpt_triton.egg-info simgpu/build simgpu/src/simgpu.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build fastgpt_triton.egg-info simgpu/build simgpu/src/simgpu.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name site-packages -prune -o -name __pycache__ -prune -exec rm -rf {} +

@@ -1,21 +1,21 @@
-"""Benchmarks every op and the training step beside other implementations: `python -m bench`.
+"""Times every op and the training step beside other implementations: `python -m bench [OP ...]`.
 
-Writes a record into `bench/results/local/` and a page of all records there, `benchmarks.md`.
-`bench.step` measures the training step and has more options. The exit status is 1 if an op of ours
-was not timed because its results were wrong.
+A row is printed as it is measured. The last lines say which ops are slower than in this machine's
+record in bench/results. The measurements are added to bench/results/local. The exit status is 1 if
+an op of ours was not timed because its results were wrong.
 """
 
+import json
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
-
-from bench import goals, measure, peers, records, report, step, tables
-from bench.cases import Case, cases
-from bench.timing import Timer, machine_rates, peaks_of
+from bench import measure, records, report
+from bench.ops import Case, cases
+from bench.records import OVER_BUDGET, Record, record
 from fastgpt import flags
 from fastgpt.device import cpu, device
 from fastgpt.errors import UserError, run_command
@@ -29,196 +29,212 @@ CPU_STEPS: dict[str, dict[str, Any]] = {
     "shakespeare-char": {"rounds": 2, "batch": (4,)},  # its own 64 would take minutes
 }
 """Recipes whose training step is measured on a CPU."""
+SLOWER = 1.1
+"""Time over the record's from which an op counts as slower."""
+HEADER = f"  pass implementation  {'µs p20 p50 p80':>26}  {'rate':>13}  of limit        x    error"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """Times every op and the training step beside PyTorch and other libraries."""
+    """Times every op and the training step beside PyTorch and other libraries.
 
-    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Ops, such as relu2, or patterns as of --only."""
-    only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Measure only cases whose names match a pattern: 'attention/*', '*/gpt2-124m/bf16', 'step/*'.
-
-    Give --only once for each pattern.
+    Above 1x, ours is faster: the row of ours has the best peer's time over ours, the row of a peer
+    its own time over ours. The error is relative to fp64, of all numbers of an output or gradient.
     """
-    list: bool = False
-    """Print the cases and their implementations, without measuring them."""
+
+    op: tuple[str, ...] = ()
+    """Ops, such as relu2; by default all, and on a CPU the training steps. --op may be left out."""
+    size: tuple[str, ...] = ()
+    """Sizes, such as gpt2-124m; `tiny` takes small shapes, for a rehearsal in the interpreter."""
+    dtype: tuple[Literal["bf16", "fp16", "fp32"], ...] = ()
+    """Number formats; by default bf16 on CUDA, and on a CPU fp32 and bf16 where it is fast."""
+    against: tuple[str, ...] = ()
+    """Implementations to measure beside ours, such as eager; by default all.
+
+    On a CPU, torch.compile of the reference is left out unless it is named: --against compiled.
+    """
     quick: bool = False
-    """Measure one shape of each op, in less time: about 1.5 minutes on a CPU."""
+    """Measure one case of each op, in less time: about a minute on a CPU."""
     full: bool = False
     """Measure every case, including those that take long."""
-    goals: bool = False
-    """Measure only the cases that have a goal in bench/goals.toml."""
-    compiled: bool = False
-    """On a CPU, also measure torch.compile of the references (10 to 20 s for each case)."""
     rounds: int | None = None
     """Number of rounds of each pass; by default as many as fit into 0.5 s (0.2 s on a CPU)."""
     budget: float | None = None
-    """Seconds after which nothing further is started; what is skipped is recorded as missing.
+    """Seconds after which nothing further is started; the record says what is skipped.
 
-    By default 120 on a CPU, without --full, --compiled and --goals."""
+    By default 120 on a CPU, without --full and --against."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure; `auto` takes CUDA if torch sees it, else the CPU."""
-    sizes: Literal["usual", "tiny"] = "usual"
-    """Sizes of the cases; `tiny` takes small shapes, for a rehearsal in Triton's interpreter."""
+    json: bool = False
+    """Print each record as a line of JSON, and nothing else."""
+    nanogpt: Path | None = None
+    """Path of a nanoGPT checkout, to measure its training step as well."""
     out: Path | None = None
-    """Folder of the record, without a page; by default bench/results/local/<device>."""
+    """Folder of the record; by default bench/results/local."""
     publish: bool = False
     """Move the local records beside the committed ones and write docs/benchmarks.md.
 
     Nothing is moved if an op of ours gave wrong results.
     """
-    nanogpt: Path | None = None
-    """Path of a nanoGPT checkout, to measure its training step as well."""
 
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 2:
             raise UserError(f"--rounds is {self.rounds}: expected 2 or more")
-        named = tuple(name if "/" in name else f"{name}/*" for name in self.names)
-        object.__setattr__(self, "only", self.only + named)
         if self.publish and self.out is not None:
             raise UserError("--publish and --out are both given: expected one of them")
 
-
-def chosen(bench: Bench, on: str) -> list[Case]:
-    patterns = tuple(p for p in bench.only if not p.startswith("step/"))
-    if bench.only and not patterns:
-        return []
-    names = {goal.case for goal in goals.read()} if bench.goals else None
-    which = {"quick": bench.quick, "full": bench.full, "tiny": bench.sizes == "tiny"}
-    return [*cases(on, only=patterns, names=names, **which)]
+    @property
+    def with_steps(self) -> bool:
+        return not (self.op or self.size or self.dtype or self.against)
 
 
-def chosen_steps(bench: Bench, on: str) -> list[str]:
-    """Returns the names of the recipes whose training step is measured besides the ops."""
-    if on != "cpu" or bench.sizes == "tiny":
-        return []
-    patterns = bench.only or ("*",)
-    return [name for name in CPU_STEPS if any(fnmatch(f"step/{name}", p) for p in patterns)]
-
-
-def print_list(todo: list[Case], on: str) -> None:
-    lines = []
-    for case in todo:
-        names = []
-        for name, maker in case.implementations.items():
-            try:
-                maker(on)
-                names.append(name)
-            except peers.MissingError:
-                names.append(f"({name})")
-        shape = " ".join(f"{key}={value}" for key, value in case.shape.items())
-        lines.append((case.name, shape, " ".join(names)))
-    records.show("case|shape|implementations (missing ones in brackets)", lines)
-
-
-def run_cases(
-    bench: Bench, todo: list[Case], timer: Timer, writer: records.Writer, end: float, over: str
-) -> list[measure.Record]:
-    """Measures and records the cases; returns all their rows.
+def time_ops(bench: Bench, todo: list[Case], on: str, end: float) -> Iterator[list[Record]]:
+    """Yields the machine's limits, then the records of each pass of each case.
 
     Args:
         end: time of the clock from which on no case is started.
-        over: reason that is recorded then.
     """
+    timer, tiny = measure.Timer(on), bench.size == ("tiny",)
     dtypes = tuple(dict.fromkeys(case.dtype for case in todo))
-    rates = machine_rates(timer, dtypes, 0.25 if bench.sizes == "tiny" else 1.0)
-    writer.write("machine", {"rates": rates})
-    seconds = 0.125 if bench.quick or bench.sizes == "tiny" else SECONDS[timer.on]
-    rows: list[measure.Record] = []
-    before = records.state(timer.on)
-    for number, case in enumerate(todo, start=1):
-        start = time.perf_counter()
-        about = {"case": case.name, "op": case.spec.name, "implementation": "all"}
+    rates = measure.machine_rates(timer, dtypes, 0.25 if tiny else 1.0)
+    yield [
+        record(
+            f"machine/{name}", "torch", measure.quantiles([rate]),
+            unit="B/s" if name == "copy" else "FLOP/s",
+        )
+        for name, rate in rates.items()
+    ]  # fmt: skip
+    seconds = 0.125 if bench.quick or tiny else SECONDS[on]
+    for case in todo:
         if time.perf_counter() > end:
-            writer.write("missing", {**about, "reason": over})
-            print(f"{number}/{len(todo)} {case.name}: {over}", flush=True)
+            yield [record(case.name, "all", why=f"{OVER_BUDGET} of {bench.budget:.0f} s")]
             continue
-        peaks = peaks_of(rates, case.dtype)
+        peaks, found = measure.peaks_of(rates, case.dtype), iter(())
+        options = {"seconds": seconds, "rounds": bench.rounds, "against": bench.against}
         try:
-            found = [*measure.records_of(case, timer, peaks, seconds=seconds, rounds=bench.rounds)]
+            found = measure.op_records(case, timer, peaks, **options)
+            for rows in found:
+                yield [{**row, "state": records.state(on)} for row in rows]
         except Exception as error:  # keep earlier results and go on
-            found = [("refused", {**about, "reason": measure.in_one_line(error)})]
-        after = records.state(timer.on)
-        for kind, row in found:
-            writer.write(kind, {**row, "before": before, "after": after})
-        rows += found
-        before = after
-        took = time.perf_counter() - start
-        print(f"{number}/{len(todo)} {case.name}: measured in {took:.1f} s", flush=True)
-    return rows
+            yield [record(case.name, "all", why=measure.in_one_line(error))]
 
 
-def outcome(found: list[measure.Record]) -> str:
-    """Describes in a few words how long the last pass of a case took, ours and the best peer's."""
-    timed = [row for kind, row in found if kind == "op"]
-    last = {row["implementation"]: row["device_s"]["p50"] for row in timed}  # of the last pass
-    if "ours" not in last:
-        return next((row["reason"] for kind, row in found if kind == "refused"), "not timed")
-    ms = f"{timed[-1]['pass']}: ours {last['ours'] * 1e3:.3g} ms"
-    others = {name: seconds for name, seconds in last.items() if name != "ours"}
-    if not others:
-        return ms
-    best = min(others, key=others.__getitem__)
-    its = others[best]
-    return f"{ms}, best peer {best} {its * 1e3:.3g} ms, {its / last['ours']:.2f}x"
+# --- what is printed ------------------------------------------------------------------------------
 
 
-def print_rows(rows: list[measure.Record]) -> None:
-    """Prints the times as a table, followed by the implementations that were refused."""
-    lines, before = [], None
-    for row in (row for kind, row in rows if kind == "op"):
-        lines += [()] * (before not in (None, row["case"]))
-        before = row["case"]
-        times = " ".join(f"{row['device_s'][p] * 1e3:.3g}" for p in ("p20", "p50", "p80"))
-        cells = (row["case"], row["pass"], row["implementation"], times)
-        lines.append((*cells, tables.rate(row), f"{row['share']:.0%}"))
-    records.show("case|pass|implementation|ms p20 p50 p80|rate|of limit", lines)
-    for row in (row for kind, row in rows if kind == "refused"):
-        print(f"{row['case']} {row['implementation']}: not timed: {row['reason']}")
+def row_line(row: Record, rows: list[Record]) -> str:
+    """Formats one implementation's time of a pass; `rows` has all of that pass."""
+    ours, best = report.ours_and_best(rows)
+    over = best if row is ours else row
+    x = f"{report.times_ours(over, ours):.2f}x" if ours and over else ""
+    which = row["case"].rpartition("/")[2] if row is rows[0] else ""
+    inexact = " (beyond the tests' rule)" * row["inexact"]
+    return (
+        f"  {which:4} {row['implementation']:14}  {report.quantiles_of(row, 1e6):>26}"
+        f"  {report.rate(row):>13}  {row['share']:>4.0%} {row['bound']:6} {x:>6}"
+        f"  {row['error']:.1e}{inexact}"
+    )
+
+
+def print_rows(rows: list[Record], said: set[str]) -> None:
+    """Prints what was measured last; titles and reasons only if they are not in `said`."""
+
+    def once(line: str) -> None:
+        if line not in said:
+            print(line)
+        said.add(line)
+
+    if rows[0]["case"].startswith("machine/"):
+        rates = (
+            f"{row['case'][8:]} {row['figure']['p50'] / 1e9:,.0f} G{row['unit']}" for row in rows
+        )
+        print(f"limits of the machine: {', '.join(rates)}\n{HEADER}")
+        return
+    shape = " ".join(f"{key}={value}" for key, value in rows[0].get("shape", {}).items())
+    once(f"{'/'.join(rows[0]['case'].split('/')[:3])}  {shape}")
+    timed = [row for row in rows if row["figure"]]
+    for row in timed:
+        print(row_line(row, timed))
+    for row in rows:
+        if row["figure"] is None:
+            about = "" if row["implementation"] in ("ours", "eager", "all") else "from here on "
+            once(f"       {row['implementation']} not timed {about}({row['why']})")
+    sys.stdout.flush()
+
+
+def slower(rows: list[Record], before: list[Record]) -> Iterator[str]:
+    """Yields a line for each op whose time, beside that of eager, exceeds the record's by SLOWER.
+
+    Eager was timed in the same turns, so its own change is the machine's.
+    """
+    known = {(row["case"], row["implementation"]): row for row in before if row["figure"]}
+
+    def change(row: Record) -> float:
+        old = known.get((row["case"], row["implementation"]))
+        return row["figure"]["p20"] / old["figure"]["p20"] if old else 1.0
+
+    timed = {(row["case"], row["implementation"]): row for row in rows if row["figure"]}
+    for (case, who), row in timed.items():
+        eager = timed.get((case, "eager"))
+        machine = change(eager) if eager else 1.0
+        if who == "ours" and change(row) > SLOWER * max(machine, 1.0):
+            commit = known[case, who]["commit"][:12]
+            yield f"slower than at {commit}: {case} {change(row):.2f}x, eager {machine:.2f}x"
+
+
+def print_verdict(rows: list[Record], on: str) -> None:
+    """Prints ours beside the best peer of each case's last pass, then what became slower."""
+    for group in report.last_passes(rows):
+        if summary := report.summary(group):
+            name, ours, who, its, x, _ = summary
+            against = f", best peer {who} {its} ms, {x}" if who else ""
+            print(f"{name}: ours {ours} ms{against}")
+    name = records.described(on)["device"]
+    before = [row for row in records.read() if row["device"] == name]
+    if not before:
+        print(f"no record of {name} in bench/results: nothing to compare with")
+    for line in slower(rows, before):
+        print(line)
 
 
 def main(argv: list[str]) -> int:
+    if argv and not argv[0].startswith("-"):
+        argv = ["--op", *argv]
     bench = flags.command(Bench, argv, prog="python -m bench")
     on = device.pick_device(bench.device, "--device", ("cuda", "cpu"))
-    peers.COMPILE_ON_CPU = bench.compiled
-    todo, steps = chosen(bench, on), chosen_steps(bench, on)
-    if not todo and not steps:
-        raise UserError(
-            f"{' '.join(bench.only)}: expected"
-            f" {' or '.join(f'step/{name}' for name in CPU_STEPS)} (only on a CPU);"
-            " for other steps use python -m bench.step"
-        )
-    if bench.list:
-        print_list(todo, on)
-        return 0
-    timer = Timer(on)
+    which = {"against": bench.against, "quick": bench.quick, "full": bench.full}
+    todo = cases(on, bench.op, bench.size, bench.dtype, **which)
     if on == "cpu":
         cpu.keep_freed_memory()
-    settings = {**timer.settings, "quick": bench.quick, "rounds": bench.rounds}
-    writer = records.Writer(on, bench.out, **settings)
-    unlimited = bench.full or bench.compiled or bench.goals
-    usual = CPU_BUDGET if on == "cpu" and not unlimited else float("inf")
-    budget = usual if bench.budget is None else bench.budget
-    end, over = time.perf_counter() + budget, f"over the budget of {budget:.0f} s"
-    rows = run_cases(bench, todo, timer, writer, end, over) if todo else []
-    if rows:
-        print_rows(rows)
-    for recipe in steps:
+    unlimited = on != "cpu" or bench.full or bool(bench.against)
+    usual = float("inf") if unlimited else CPU_BUDGET
+    bench = replace(bench, budget=usual if bench.budget is None else bench.budget)
+    assert bench.budget is not None
+    end = time.perf_counter() + bench.budget
+    writer = records.Writer(on, bench.out, quick=bench.quick, rounds=bench.rounds)
+    rows: list[Record] = []
+    said = set[str]()
+    for found in filter(None, time_ops(bench, todo, on, end)):
+        writer.write(*found)
+        if bench.json:
+            print("\n".join(map(json.dumps, found)), flush=True)
+        else:
+            print_rows(found, said)
+        rows += found
+    for recipe in CPU_STEPS if on == "cpu" and bench.with_steps and not bench.json else ():
         if time.perf_counter() > end:
-            about = {"case": f"step/{recipe}", "implementation": "all"}
-            writer.write("missing", {**about, "reason": over})
-            print(f"step/{recipe}: {over}", flush=True)
+            why = f"{OVER_BUDGET} of {bench.budget:.0f} s"
+            writer.write(record(f"step/{recipe}", "all", why=why))
+            print(f"step/{recipe}: {why}")
             continue
         asked = step.StepBench(recipe=recipe, nanogpt=bench.nanogpt, out=bench.out)
         step.run(replace(asked, **CPU_STEPS[recipe]))
-    for case in todo if rows else ():
-        print(f"{case.name} {outcome([r for r in rows if r[1]['case'] == case.name])}")
-    print(writer.path)
-    wrong = any(kind == "refused" and row["implementation"] in report.OURS for kind, row in rows)
-    if bench.out is None:
-        print(report.publish() if bench.publish and not wrong else report.write_local())
+    if not bench.json:
+        print(f"wrote {writer.path}")
+        print_verdict(rows, on)
+    wrong = any(map(records.failed, rows))
+    if bench.publish and not wrong:
+        print(f"wrote {report.publish()}")
     return int(wrong)
 
 

@@ -387,9 +387,9 @@ def op_records(
             more = about | {
                 "tflops": flops / figure["p50"] / 1e12, "gb_per_s": size / figure["p50"] / 1e9,
                 "bound": bound, "share": least / figure["p50"], "error": passed[name].error,
-                "inexact": passed[name].inexact, "host": quantiles(timing.host),
+                "inexact": passed[name].inexact,
             }  # fmt: skip
             if timer.on == "cuda":
-                more["peak_bytes"] = peak_bytes(rivals[name])
+                more |= {"host": quantiles(timing.host), "peak_bytes": peak_bytes(rivals[name])}
             rows.append(record(f"{case.name}/{which}", name, figure, **more))
         yield rows

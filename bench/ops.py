@@ -240,10 +240,6 @@ def liger(module: str, function: str, *after: Any) -> Maker:
 # --- cases ----------------------------------------------------------------------------------------
 
 
-def _no_such_peer(on: str) -> Callable[..., Any]:
-    raise MissingError("liger-kernel lacks this op")
-
-
 def _liger_swiglu(on: str) -> Callable[..., Tensor]:
     product = liger("swiglu", "LigerSiLUMulFunction", None)(on)
     return lambda x, bias: product(*(x + bias).chunk(2, dim=-1))
@@ -253,7 +249,6 @@ PEERS: dict[str, dict[str, Maker]] = {
     "attention": ATTENTION,
     "attention_packed": {name: packed(maker) for name, maker in ATTENTION.items()},
     "layer_norm": {"liger": liger("layer_norm", "LigerLayerNormFunction", None, 1e-5)},
-    "add_layer_norm": {"liger": _no_such_peer},
     "rms_norm": {
         "liger": liger("rms_norm", "LigerRMSNormFunction", None, 1e-6, 0.0, "llama", False)
     },
@@ -278,7 +273,7 @@ PEERS: dict[str, dict[str, Maker]] = {
 """Implementations by other libraries to compare each op with, by the op's name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Case:
     """An op with input sizes and a dtype, to be benchmarked."""
 
@@ -350,6 +345,7 @@ def cases(
     size: tuple[str, ...] = (),
     dtype: tuple[str, ...] = (),
     *,
+    against: tuple[str, ...] = (),
     quick: bool = False,
     full: bool = False,
 ) -> list[Case]:
@@ -360,6 +356,7 @@ def cases(
         size: names of sizes. By default all that are worth measuring on the device; `tiny`, the
             first small problem of each op, is for rehearsals in Triton's interpreter.
         dtype: bf16, fp16 or fp32; by default those that are worth measuring on the device.
+        against: names of implementations, which must be known.
         quick: only the first case of each op.
         full: include the sizes that take long.
 
@@ -369,6 +366,10 @@ def cases(
     for name in op:
         if name not in SPECS:
             raise unknown_name("op", name, SPECS)
+    known = {"eager", "compiled", *DOCUMENTS, *(name for peers in PEERS.values() for name in peers)}
+    for name in against:
+        if name not in known:
+            raise unknown_name("implementation", name, sorted(known))
     tiny = size == ("tiny",)
     usual = ("bf16",) if on == "cuda" else ("bf16", "fp32") if fast_bf16(on) else ("fp32",)
 

@@ -162,13 +162,19 @@ def read(folder: Path | None = None) -> list[Record]:
 
 
 def newest(rows: Iterable[Record]) -> list[Record]:
-    """Returns the records of each device and case from the newest run that has it, in order."""
-    runs: dict[tuple[str, str], str] = {}
-    rows = list(rows)
+    """Returns the records of the newest run of each device and case.
+
+    A run that timed fewer implementations of the case than an earlier one does not replace it.
+    """
+    runs: dict[tuple[str, str], dict[str, list[Record]]] = {}
     for row in rows:
-        key = row["device"], row["case"]
-        runs[key] = max(runs.get(key, ""), row["run"])  # a run's name begins with its time
-    return [row for row in rows if row["run"] == runs[row["device"], row["case"]]]
+        cases = runs.setdefault((row["device"], row["case"]), {})
+        cases.setdefault(row["run"], []).append(row)  # a run's name begins with its time
+
+    def rank(run: tuple[str, list[Record]]) -> tuple[int, str]:
+        return sum(row["figure"] is not None for row in run[1]), run[0]
+
+    return [row for found in runs.values() for row in max(found.items(), key=rank)[1]]
 
 
 def publish() -> list[Path]:
@@ -184,7 +190,6 @@ def publish() -> list[Path]:
         target = RESULTS / path.name
         lines = [x.read_text(encoding="utf-8") for x in (target, path) if x.exists()]
         kept = newest(json.loads(line) for line in "".join(lines).splitlines())
-        text = "".join(json.dumps(row) + "\n" for row in sorted(kept, key=lambda row: row["case"]))
-        write_atomically(target, text.encode())
+        write_atomically(target, "".join(json.dumps(row) + "\n" for row in kept).encode())
         path.unlink()
     return [RESULTS / path.name for path in local]

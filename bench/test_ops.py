@@ -1,0 +1,59 @@
+"""Times the ops as cases of pytest-benchmark: `pytest bench --benchmark-only -k norm`.
+
+The cases, passes and implementations are those of `python -m bench`, and one with wrong results
+fails. pytest-benchmark keeps, prints and compares the times: save the runs of two commits with
+`--benchmark-autosave` and add `--benchmark-compare` to the second. On CUDA its times include the
+host's part of a call; `python -m bench` leaves it out.
+"""
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from bench.measure import Checker, Passed, timed_pass
+from bench.ops import Case, MissingError, cases
+from fastgpt.device import device
+
+DEVICE = device.pick_device("auto", "--device", ("cuda", "cpu"))
+SECONDS = 0.5
+"""Time of one test's rounds, of which there are 5 to 40."""
+
+
+@functools.lru_cache(maxsize=1)
+def checker_of(case: Case) -> Checker:
+    return Checker(case, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("case", "which", "name"),
+    [
+        pytest.param(case, which, name, id=f"{case.name}/{which}-{name}")
+        for case in cases(DEVICE)
+        for which in case.passes
+        for name in case.implementations()
+    ],
+)
+def test_op(case: Case, which: str, name: str, benchmark: Any) -> None:
+    try:
+        call = case.implementations()[name](DEVICE)
+    except MissingError as reason:
+        pytest.skip(str(reason))
+    result = checker_of(case).check(name, call)
+    assert isinstance(result, Passed), result
+    timed = timed_pass(case, call, which, case.inputs(DEVICE))
+
+    def run(state: Any) -> None:
+        timed.call(state)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    run(timed.prepare())
+    state, start = timed.prepare(), time.perf_counter()
+    run(state)
+    rounds = max(5, min(40, int(SECONDS / (time.perf_counter() - start))))
+    benchmark.group = f"{case.name} {which}"
+    benchmark.extra_info["error"] = result.error
+    benchmark.pedantic(run, setup=lambda: ((timed.prepare(),), {}), rounds=rounds)
