@@ -204,7 +204,7 @@ bench: $(call env,core) ## time ops and training steps beside peers (~3 min); AR
 	$(PY) -m bench $(ARGS)
 
 bench-regress: $(call env,dev) ## are the ops over 10 % slower than at the last ARGS=--benchmark-autosave?
-	$(if $(ARGS)$(wildcard .benchmarks/*/*.json),,$(call fail,no run to compare with: make bench-regress ARGS=--benchmark-autosave))
+	@$(if $(ARGS)$(wildcard .benchmarks/*/*.json),,$(call fail,no run to compare with: make bench-regress ARGS=--benchmark-autosave))
 	$(PY) -m pytest bench -q --benchmark-only -k "ours and (both or decode)" --benchmark-columns min,median,rounds \
 	$(or $(ARGS),--benchmark-compare --benchmark-compare-fail min:10%)
 

@@ -7,11 +7,11 @@ An implementation is a function of the device, `cpu` or `cuda`, that returns the
 `MissingError` with the reason why it cannot run here. A library is imported when it is first used.
 """
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,59 +32,41 @@ class MissingError(Exception):
     """The reason why a peer cannot run here."""
 
 
-def always(call: Callable[..., Any]) -> Maker:
-    """Wraps an implementation that runs on every device."""
-    return lambda on: call
+def load(module: str, package: str, on: str) -> Any:
+    """Imports the module of a package that runs on CUDA alone."""
+    if on != "cuda":
+        raise MissingError("needs CUDA")
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingError(f"{package} is not installed ({error})") from error
 
 
-def needs(module: str, package: str, *, cuda: bool = True) -> Callable[[str], Any]:
-    """Returns a function that imports a module, or raises `MissingError` with its package."""
-
-    def load(on: str) -> Any:
-        if cuda and on != "cuda":
-            raise MissingError("needs CUDA")
-        try:
-            return importlib.import_module(module)
-        except ImportError as error:
-            raise MissingError(f"{package} is not installed ({error})") from error
-
-    return load
-
-
-def compiled(reference: Callable[..., Any]) -> Maker:
+def compiled(reference: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the plain reference compiled by torch.compile."""
-
-    def make(on: str) -> Callable[..., Any]:
-        if not has_compiler():
-            raise MissingError("no C++ compiler was found (CXX, g++, clang++)")
-        end_compile_workers_at_exit()
-        return torch.compile(reference, dynamic=False)
-
-    return make
+    if not has_compiler():
+        raise MissingError("no C++ compiler was found (CXX, g++, clang++)")
+    end_compile_workers_at_exit()
+    return torch.compile(reference, dynamic=False)
 
 
 # --- attention: (B, T, H, D) each -> (B, T, H, D), causal -----------------------------------------
 
 
-def sdpa(backend: str) -> Maker:
-    """F.scaled_dot_product_attention restricted to one backend: flash, cudnn or efficient."""
+def sdpa(backend: str, on: str) -> Callable[..., Tensor]:
+    """F.scaled_dot_product_attention restricted to one backend of `SDPBackend`."""
+    if on == "cpu" and backend != "FLASH_ATTENTION":
+        raise MissingError("needs CUDA")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def make(on: str) -> Callable[..., Tensor]:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+    chosen = getattr(SDPBackend, backend)
 
-        if on == "cpu" and backend != "flash":
-            raise MissingError("needs CUDA")
-        name = {"flash": "FLASH", "cudnn": "CUDNN", "efficient": "EFFICIENT"}[backend]
-        chosen = getattr(SDPBackend, f"{name}_ATTENTION")
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(chosen):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            with sdpa_kernel(chosen):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-        return call
-
-    return make
+    return call
 
 
 def flex(on: str) -> Callable[..., Tensor]:
@@ -117,7 +99,7 @@ def flex(on: str) -> Callable[..., Tensor]:
 def varlen(on: str) -> Callable[..., Tensor]:
     """PyTorch's attention over sequences of several lengths: here documents, without padding."""
     try:
-        attend = needs("torch.nn.attention.varlen", "PyTorch 2.13")(on).varlen_attn
+        attend = load("torch.nn.attention.varlen", "PyTorch 2.13", on).varlen_attn
         inspect.signature(attend).bind_partial(window_size=(-1, 0))
     except (AttributeError, TypeError) as error:
         raise MissingError(f"needs PyTorch 2.13 ({error})") from error
@@ -143,63 +125,58 @@ def boundaries(doc_ids: Tensor) -> tuple[Tensor, int]:
     return offsets.int(), int(offsets.diff().max())
 
 
-def flash_attn(module: str, package: str) -> Maker:
+def flash_attn(module: str, package: str, on: str) -> Callable[..., Tensor]:
     """Attention of the package flash-attn, in the generation whose module is named."""
+    attend = load(module, package, on).flash_attn_func
 
-    def make(on: str) -> Callable[..., Tensor]:
-        attend = needs(module, package)(on).flash_attn_func
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attend(q, k, v, causal=True)
+        return out[0] if isinstance(out, tuple) else out
 
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = attend(q, k, v, causal=True)
-            return out[0] if isinstance(out, tuple) else out
-
-        return call
-
-    return make
+    return call
 
 
-def sdpa_decoding(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+def sdpa_decoding(on: str) -> Callable[..., Tensor]:
     """F.scaled_dot_product_attention over caches that are full."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    return call
 
 
-def flash_attn_decoding(module: str, package: str) -> Maker:
+def flash_attn_decoding(module: str, package: str, on: str) -> Callable[..., Tensor]:
     """flash-attn's attention over a cache, one new token for each sequence."""
+    attend = load(module, package, on).flash_attn_with_kvcache
 
-    def make(on: str) -> Callable[..., Tensor]:
-        attend = needs(module, package)(on).flash_attn_with_kvcache
+    def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        out = attend(q, k, v, cache_seqlens=lengths)
+        return out[0] if isinstance(out, tuple) else out
 
-        def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-            out = attend(q, k, v, cache_seqlens=lengths)
-            return out[0] if isinstance(out, tuple) else out
-
-        return call
-
-    return make
+    return call
 
 
-def packed(maker: Maker) -> Maker:
+def packed(maker: Maker, on: str) -> Callable[..., Tensor]:
     """Wraps attention for one tensor (B, T, 3 H, D): it gets the slices as views."""
-
-    def make(on: str) -> Callable[..., Tensor]:
-        attend = maker(on)
-        return lambda qkv: attend(*qkv.chunk(3, dim=2))
-
-    return make
+    attend = maker(on)
+    return lambda qkv: attend(*qkv.chunk(3, dim=2))
 
 
 ATTENTION: dict[str, Maker] = {
-    "sdpa-flash": sdpa("flash"),
-    "sdpa-cudnn": sdpa("cudnn"),
-    "sdpa-efficient": sdpa("efficient"),
+    "sdpa-flash": partial(sdpa, "FLASH_ATTENTION"),
+    "sdpa-cudnn": partial(sdpa, "CUDNN_ATTENTION"),
+    "sdpa-efficient": partial(sdpa, "EFFICIENT_ATTENTION"),
     "flex": flex,
-    "flash-attn-2": flash_attn("flash_attn", "flash-attn 2"),
-    "flash-attn-3": flash_attn("flash_attn_interface", "flash-attn 3"),
-    "flash-attn-4": flash_attn("flash_attn.cute", "flash-attn 4"),
+    "flash-attn-2": partial(flash_attn, "flash_attn", "flash-attn 2"),
+    "flash-attn-3": partial(flash_attn, "flash_attn_interface", "flash-attn 3"),
+    "flash-attn-4": partial(flash_attn, "flash_attn.cute", "flash-attn 4"),
 }
 DOCUMENTS: dict[str, Maker] = {"flex": flex, "varlen": varlen}
 """Attention within documents, given as `doc_ids` (B, T)."""
+
+
+# --- losses, Liger --------------------------------------------------------------------------------
 
 
 def chunked_cross_entropy(on: str) -> Callable[..., Tensor]:
@@ -207,70 +184,66 @@ def chunked_cross_entropy(on: str) -> Callable[..., Tensor]:
     if on != "cuda":
         raise MissingError("needs CUDA: on a CPU it took ten times as long as eager")
     try:
-        options = torch.nn.LinearCrossEntropyOptions()
-        loss = F.linear_cross_entropy
+        return partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
     except AttributeError as error:
         raise MissingError("needs PyTorch 2.13") from error
-    return functools.partial(loss, options=options)
 
 
-# --- Liger ----------------------------------------------------------------------------------------
-
-
-def liger(module: str, function: str, *after: Any) -> Maker:
+def liger(
+    module: str, function: str, on: str, *, keep: int | None = None, constants: tuple[Any, ...] = ()
+) -> Callable[..., Any]:
     """Wraps an autograd function of the package liger-kernel.
 
-    `after` holds the number of results to keep (None: all), then the constant arguments.
+    Args:
+        keep: number of results to keep; None keeps all.
+        constants: arguments after the tensors.
     """
-    keep, *constants = after
+    apply = getattr(load(f"liger_kernel.ops.{module}", "liger-kernel", on), function).apply
 
-    def make(on: str) -> Callable[..., Any]:
-        found = needs(f"liger_kernel.ops.{module}", "liger-kernel")(on)
-        apply = getattr(found, function).apply
+    def call(*inputs: Tensor) -> Any:
+        out = apply(*inputs, *constants)
+        return out if keep is None else out[0] if keep == 1 else out[:keep]
 
-        def call(*inputs: Tensor) -> Any:
-            out = apply(*inputs, *constants)
-            return out if keep is None else out[0] if keep == 1 else out[:keep]
-
-        return call
-
-    return make
+    return call
 
 
-# --- cases ----------------------------------------------------------------------------------------
-
-
-def _liger_swiglu(on: str) -> Callable[..., Tensor]:
-    product = liger("swiglu", "LigerSiLUMulFunction", None)(on)
+def liger_swiglu(on: str) -> Callable[..., Tensor]:
+    product = liger("swiglu", "LigerSiLUMulFunction", on)
     return lambda x, bias: product(*(x + bias).chunk(2, dim=-1))
 
 
+# the last constant forbids to overwrite the upstream gradient, which the next call needs
+RMS = (1e-6, 0.0, "llama", False)
+DECODING: dict[str, Maker] = {
+    "sdpa": sdpa_decoding,
+    "flash-attn-2": partial(flash_attn_decoding, "flash_attn", "flash-attn 2"),
+    "flash-attn-3": partial(flash_attn_decoding, "flash_attn_interface", "flash-attn 3"),
+}
+LIGER: dict[str, Maker] = {
+    "layer_norm": partial(liger, "layer_norm", "LigerLayerNormFunction", constants=(1e-5,)),
+    "rms_norm": partial(liger, "rms_norm", "LigerRMSNormFunction", constants=RMS),
+    "add_rms_norm": partial(
+        liger, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction", constants=RMS
+    ),
+    "cross_entropy": partial(
+        liger, "cross_entropy", "LigerCrossEntropyFunction", keep=1, constants=(None,)
+    ),
+    "linear_cross_entropy": partial(
+        liger, "fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", keep=1
+    ),
+    "bias_act_swiglu": liger_swiglu,
+}
 PEERS: dict[str, dict[str, Maker]] = {
     "attention": ATTENTION,
-    "attention_packed": {name: packed(maker) for name, maker in ATTENTION.items()},
-    "layer_norm": {"liger": liger("layer_norm", "LigerLayerNormFunction", None, 1e-5)},
-    "rms_norm": {
-        "liger": liger("rms_norm", "LigerRMSNormFunction", None, 1e-6, 0.0, "llama", False)
-    },
-    # its default overwrites the upstream gradient, which the next call needs
-    "add_rms_norm": {
-        "liger": liger(
-            "fused_add_rms_norm", "LigerFusedAddRMSNormFunction", None, 1e-6, 0.0, "llama", False
-        )
-    },
-    "cross_entropy": {"liger": liger("cross_entropy", "LigerCrossEntropyFunction", 1, None)},
-    "linear_cross_entropy": {
-        "liger": liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", 1),
-        "torch-chunked": chunked_cross_entropy,
-    },
-    "bias_act_swiglu": {"liger": _liger_swiglu},
-    "decode_attention": {
-        "sdpa": always(sdpa_decoding),
-        "flash-attn-2": flash_attn_decoding("flash_attn", "flash-attn 2"),
-        "flash-attn-3": flash_attn_decoding("flash_attn_interface", "flash-attn 3"),
-    },
+    "attention_packed": {name: partial(packed, maker) for name, maker in ATTENTION.items()},
+    "decode_attention": DECODING,
+    **{op: {"liger": maker} for op, maker in LIGER.items()},
 }
+PEERS["linear_cross_entropy"]["torch-chunked"] = chunked_cross_entropy
 """Implementations by other libraries to compare each op with, by the op's name."""
+
+
+# --- cases ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,7 +282,7 @@ class Case:
         def compiling(on: str) -> Callable[..., Any]:
             if on == "cpu" and not against:
                 raise MissingError("takes 10 to 20 s a case on a CPU: --against compiled")
-            return spec.call(compiled(spec.eager)(on), self.shape, on)
+            return spec.call(compiled(spec.eager), self.shape, on)
 
         found = {
             "ours": ours,

@@ -12,7 +12,7 @@ import torch
 from bench import __main__ as command
 from bench import measure, ops, records, report
 from bench.measure import Checker, Timed, Timer, op_records, quantiles, timed_pass
-from bench.ops import Case, MissingError, always, cases
+from bench.ops import Case, MissingError, cases
 from bench.records import record
 from fastgpt.errors import UserError
 from fastgpt.kernels.specs import SPECS
@@ -20,6 +20,13 @@ from tests.parity import backward_only, launches
 
 PEAKS = {"matmul": 1e12, "copy": 1e10}
 EAGER = SPECS["attention"].eager
+
+
+def always(call):
+    """Wraps an implementation that runs on every device."""
+    return lambda on: call
+
+
 RIGHT = always(EAGER)
 """Stand-in for our implementation in tests where Triton's interpreter would only take time."""
 
