@@ -109,11 +109,10 @@ def time_ops(bench: Bench, todo: list[Case], on: str, end: float) -> Iterator[li
         if time.perf_counter() > end:
             yield [record(case.name, "all", why=f"{OVER_BUDGET} of {bench.budget:.0f} s")]
             continue
-        peaks, found = measure.peaks_of(rates, case.dtype), iter(())
+        peaks = measure.peaks_of(rates, case.dtype)
         options = {"seconds": seconds, "rounds": bench.rounds, "against": bench.against}
         try:
-            found = measure.op_records(case, timer, peaks, **options)
-            for rows in found:
+            for rows in measure.op_records(case, timer, peaks, **options):
                 yield [{**row, "state": records.state(on)} for row in rows]
         except Exception as error:  # keep earlier results and go on
             yield [record(case.name, "all", why=measure.in_one_line(error))]
@@ -193,8 +192,10 @@ def print_verdict(rows: list[Record], on: str) -> None:
     before = [row for row in records.read() if row["device"] == name]
     if not before:
         print(f"no record of {name} in bench/results: nothing to compare with")
-    for line in slower(rows, before):
-        print(line)
+    elif not (lines := [*slower(rows, before)]):
+        print("no op is slower than in the record")
+    else:
+        print("\n".join(lines))
 
 
 def main(argv: list[str]) -> int:

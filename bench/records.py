@@ -107,10 +107,13 @@ def described(on: str) -> dict[str, Any]:
     facts = manifest.provenance()
     driver = _nvidia_smi().get("driver_version") if on == "cuda" else None
     peers = {name: version for name in PEERS if (version := installed(name)) is not None}
-    slow = on == "cpu" and not device.fast_bf16(on)
+    name = device.device_name(on)
+    # CPUs of one name, rented in parts, differ in what limits a step most
+    name += ", no bf16" * (on == "cpu" and not device.fast_bf16(on))
+    if isa := os.environ.get("ONEDNN_MAX_CPU_ISA"):  # products use fewer instructions
+        name += f", {isa}"
     return {
-        # CPUs of one name, rented in parts, differ in what limits a step most
-        "device": device.device_name(on) + (", no bf16" if slow else ""),
+        "device": name,
         "on": on,
         **({"driver": driver} if driver else {}),
         "versions": {name: v for name, v in {**facts["versions"], **peers}.items() if v},
@@ -130,8 +133,6 @@ class Writer:
     """
 
     def __init__(self, on: str, out: Path | None = None, **settings: Any) -> None:
-        if isa := os.environ.get("ONEDNN_MAX_CPU_ISA"):  # products use fewer instructions
-            settings["isa"] = isa
         run = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{os.getpid()}"
         self.common = {"run": run, **described(on), "settings": settings}
         folder = out or RESULTS / LOCAL
