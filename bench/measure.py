@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +41,12 @@ LENIENT = 0.02
 """Largest relative L2 error of a peer that is timed; FlashAttention in bf16 has about 0.005."""
 
 
-def nothing() -> Any:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Timed:
     """A call to be timed: `call(prepare())`, of which only the call counts."""
 
     call: Callable[[Any], Any]
-    prepare: Callable[[], Any] = nothing
-
-
-@dataclass(slots=True)
-class Samples:
-    """Seconds of each sample: until the device is done, and until the call returned."""
-
-    device: list[float] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)
+    prepare: Callable[[], Any] = lambda: None
 
 
 def quantiles(samples: list[float]) -> dict[str, float]:
@@ -74,42 +62,35 @@ class Timer:
         self.on = on
         self.flush = torch.empty(FLUSH_BYTES if on == "cuda" else 0, dtype=torch.int8, device=on)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The method of timing, for the record."""
-        if self.on == "cuda":
-            return {"clock": "CUDA events", "cache": f"flushed with {FLUSH_BYTES >> 20} MiB"}
-        return {"clock": "perf_counter", "cache": "warm"}
-
-    def sample(self, timed: Timed, calls: int = 1, pause: float = 0.0) -> tuple[float, float]:
-        """Returns (seconds on the device, seconds of the host) of one call, the mean of `calls`."""
+    def sample(self, timed: Timed, calls: int = 1, pause: float = 0.0) -> float:
+        """Returns the seconds of one call on the device, the mean of `calls`."""
         if self.on == "cuda":
             return self._sample_cuda(timed, pause)
+        return self._host_seconds(timed, calls)
+
+    def _host_seconds(self, timed: Timed, calls: int = 1) -> float:
         states = [timed.prepare() for _ in range(calls)]
         call, start = timed.call, time.perf_counter()
         for state in states:
             call(state)
-        seconds = (time.perf_counter() - start) / calls
-        return seconds, seconds
+        return (time.perf_counter() - start) / calls
 
-    def _sample_cuda(self, timed: Timed, pause: float) -> tuple[float, float]:
+    def _sample_cuda(self, timed: Timed, pause: float) -> float:
         state = timed.prepare()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         self.flush.zero_()
         torch.cuda._sleep(int(pause * PAUSE_HZ))
         begin.record()
-        start = time.perf_counter()
         timed.call(state)
-        host = time.perf_counter() - start
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3, host
+        return begin.elapsed_time(end) / 1e3
 
     def interleave(
         self, rivals: Mapping[str, Timed], *, seconds: float, rounds: int | None = None
-    ) -> dict[str, Samples]:
-        """Times several implementations in turn, in alternating order; returns the samples of each.
+    ) -> dict[str, list[float]]:
+        """Times several implementations in turn, in alternating order; returns seconds of each.
 
         Args:
             rivals: calls by name; the first call of each is not counted.
@@ -117,23 +98,21 @@ class Timer:
             rounds: exact number of rounds instead.
         """
         plans = {name: self._plan(timed) for name, timed in rivals.items()}
-        samples = {name: Samples() for name in rivals}
+        samples: dict[str, list[float]] = {name: [] for name in rivals}
         end, turn = time.perf_counter() + seconds, 0
         while turn < (rounds or 3) or (rounds is None and turn < 100 and time.perf_counter() < end):
             for name in list(rivals)[:: -1 if turn % 2 else 1]:
-                on_device, on_host = self.sample(rivals[name], *plans[name])
-                samples[name].device.append(on_device)
-                samples[name].host.append(on_host)
+                samples[name].append(self.sample(rivals[name], *plans[name]))
             turn += 1
         return samples
 
     def _plan(self, timed: Timed) -> tuple[int, float]:
         """Returns (calls per sample, seconds of pause before each), measured with two calls."""
         self.sample(timed)
-        on_device, on_host = self.sample(timed)
+        seconds = self._host_seconds(timed)
         if self.on == "cuda":
-            return 1, min(1.5 * on_host, 0.01)
-        return max(1, min(64, round(LEAST_SECONDS / max(on_device, 1e-9)))), 0.0
+            return 1, min(1.5 * seconds, 0.01)
+        return max(1, min(64, round(LEAST_SECONDS / max(seconds, 1e-9)))), 0.0
 
 
 # --- the machine's limits -------------------------------------------------------------------------
@@ -151,7 +130,7 @@ def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -
     source = torch.randint(-128, 127, (COPY_BYTES[on],), dtype=torch.int8, device=on)
     target = torch.empty_like(source)
     copy = Timed(lambda _: target.copy_(source))
-    samples = timer.interleave({"copy": copy}, seconds=seconds)["copy"].device
+    samples = timer.interleave({"copy": copy}, seconds=seconds)["copy"]
     return {**rates, "copy": 2 * COPY_BYTES[on] / quantiles(samples)["p20"]}
 
 
@@ -213,17 +192,6 @@ def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 # --- is an implementation right -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """An implementation with correct results, which may be timed."""
-
-    call: Callable[..., Any]
-    error: float
-    """Largest relative L2 error of an output or gradient."""
-    inexact: bool = False
-    """True for a peer beyond the rule."""
-
-
 class Checker:
     """Checks whether the results of a case's implementations are correct.
 
@@ -283,17 +251,12 @@ class Checker:
         terms = self.spec.terms(self.spec.probed(self.case.shape))
         return complaints(got, self.eager, self.truth, self.dtype, terms), worst
 
-    def check(self, name: str, call: Callable[..., Any]) -> Passed | str:
-        """Returns the implementation if it may be timed, else why it may not."""
-        try:
-            wrong, worst = self.complaints(call)
-        except Exception as error:  # the others still run
-            return in_one_line(error)
-        if not wrong:
-            return Passed(call, worst)
-        if name != "ours" and worst <= LENIENT:
-            return Passed(call, worst, inexact=True)
-        return f"wrong: {wrong[0]}"
+    def check(self, name: str, call: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
+        """Returns why an implementation may not be timed, else "", and how exact it is."""
+        wrong, worst = self.complaints(call)
+        if wrong and (name == "ours" or not worst <= LENIENT):  # it may be NaN
+            return f"wrong: {wrong[0]}", {}
+        return "", {"error": worst, "inexact": bool(wrong)}
 
 
 # --- passes ---------------------------------------------------------------------------------------
@@ -361,35 +324,35 @@ def op_records(
         against: names of the peers; all of them by default.
     """
     torch.compiler.reset()  # all cases compile the same code; together they pass a limit
-    checker, passed, absent = Checker(case, timer.on), dict[str, Passed](), list[Record]()
-    about = {"shape": case.shape}
+    checker, absent, about = Checker(case, timer.on), list[Record](), {"shape": case.shape}
+    passed: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
     for name, maker in case.implementations(against).items():
         try:
-            result = checker.check(name, maker(timer.on))
+            call = maker(timer.on)
+            why, found = checker.check(name, call)
         except MissingError as reason:
-            result = str(reason)
-        except Exception as error:  # a broken installation may raise anything
-            result = in_one_line(error)
-        if isinstance(result, Passed):
-            passed[name] = result
+            why = str(reason)
+        except Exception as error:  # a broken installation may raise anything, the others still run
+            why = in_one_line(error)
+        if why:
+            absent.append(record(case.name, name, why=why, **about))
         else:
-            absent.append(record(case.name, name, why=result, **about))
+            passed[name] = call, found
     yield absent
     del checker
     inputs = case.inputs(timer.on)
     for which in case.passes:
-        rivals = {n: timed_pass(case, ok.call, which, inputs) for n, ok in passed.items()}
+        rivals = {n: timed_pass(case, call, which, inputs) for n, (call, _) in passed.items()}
         samples = timer.interleave(rivals, seconds=seconds, rounds=rounds)
         rows = []
-        for name, timing in samples.items():
-            figure, (flops, size) = quantiles(timing.device), case.work()[which]
+        for name, seconds_ in samples.items():
+            figure, (flops, size) = quantiles(seconds_), case.work()[which]
             least, bound = limit(flops, size, peaks)
             more = about | {
                 "tflops": flops / figure["p50"] / 1e12, "gb_per_s": size / figure["p50"] / 1e9,
-                "bound": bound, "share": least / figure["p50"], "error": passed[name].error,
-                "inexact": passed[name].inexact,
+                "bound": bound, "share": least / figure["p50"], **passed[name][1],
             }  # fmt: skip
             if timer.on == "cuda":
-                more |= {"host": quantiles(timing.host), "peak_bytes": peak_bytes(rivals[name])}
+                more["peak_bytes"] = peak_bytes(rivals[name])
             rows.append(record(f"{case.name}/{which}", name, figure, **more))
         yield rows

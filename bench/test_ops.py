@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.measure import Checker, Passed, timed_pass
+from bench.measure import Checker, timed_pass
 from bench.ops import Case, MissingError, cases
 from fastgpt.device import device
 
@@ -41,8 +41,8 @@ def test_op(case: Case, which: str, name: str, benchmark: Any) -> None:
         call = case.implementations()[name](DEVICE)
     except MissingError as reason:
         pytest.skip(str(reason))
-    result = checker_of(case).check(name, call)
-    assert isinstance(result, Passed), result
+    why, found = checker_of(case).check(name, call)
+    assert not why, why
     timed = timed_pass(case, call, which, case.inputs(DEVICE))
 
     def run(state: Any) -> None:
@@ -55,5 +55,5 @@ def test_op(case: Case, which: str, name: str, benchmark: Any) -> None:
     run(state)
     rounds = max(5, min(40, int(SECONDS / (time.perf_counter() - start))))
     benchmark.group = f"{case.name} {which}"
-    benchmark.extra_info["error"] = result.error
+    benchmark.extra_info |= found
     benchmark.pedantic(run, setup=lambda: ((timed.prepare(),), {}), rounds=rounds)
