@@ -125,12 +125,13 @@ def boundaries(doc_ids: Tensor) -> tuple[Tensor, int]:
     return offsets.int(), int(offsets.diff().max())
 
 
-def flash_attn(module: str, package: str, on: str) -> Callable[..., Tensor]:
-    """Attention of the package flash-attn, in the generation whose module is named."""
-    attend = load(module, package, on).flash_attn_func
+def flash_attn(module: str, package: str, function: str, on: str) -> Callable[..., Tensor]:
+    """Attention of the package flash-attn; with `lengths` over a cache, for one new token each."""
+    attend = getattr(load(module, package, on), function)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(q, k, v, causal=True)
+    def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Tensor:
+        options = {"causal": True} if lengths is None else {"cache_seqlens": lengths}
+        out = attend(q, k, v, **options)
         return out[0] if isinstance(out, tuple) else out
 
     return call
@@ -146,17 +147,6 @@ def sdpa_decoding(on: str) -> Callable[..., Tensor]:
     return call
 
 
-def flash_attn_decoding(module: str, package: str, on: str) -> Callable[..., Tensor]:
-    """flash-attn's attention over a cache, one new token for each sequence."""
-    attend = load(module, package, on).flash_attn_with_kvcache
-
-    def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        out = attend(q, k, v, cache_seqlens=lengths)
-        return out[0] if isinstance(out, tuple) else out
-
-    return call
-
-
 def packed(maker: Maker, on: str) -> Callable[..., Tensor]:
     """Wraps attention for one tensor (B, T, 3 H, D): it gets the slices as views."""
     attend = maker(on)
@@ -168,9 +158,9 @@ ATTENTION: dict[str, Maker] = {
     "sdpa-cudnn": partial(sdpa, "CUDNN_ATTENTION"),
     "sdpa-efficient": partial(sdpa, "EFFICIENT_ATTENTION"),
     "flex": flex,
-    "flash-attn-2": partial(flash_attn, "flash_attn", "flash-attn 2"),
-    "flash-attn-3": partial(flash_attn, "flash_attn_interface", "flash-attn 3"),
-    "flash-attn-4": partial(flash_attn, "flash_attn.cute", "flash-attn 4"),
+    "flash-attn-2": partial(flash_attn, "flash_attn", "flash-attn 2", "flash_attn_func"),
+    "flash-attn-3": partial(flash_attn, "flash_attn_interface", "flash-attn 3", "flash_attn_func"),
+    "flash-attn-4": partial(flash_attn, "flash_attn.cute", "flash-attn 4", "flash_attn_func"),
 }
 DOCUMENTS: dict[str, Maker] = {"flex": flex, "varlen": varlen}
 """Attention within documents, given as `doc_ids` (B, T)."""
@@ -214,10 +204,11 @@ def liger_swiglu(on: str) -> Callable[..., Tensor]:
 
 # the last constant forbids to overwrite the upstream gradient, which the next call needs
 RMS = (1e-6, 0.0, "llama", False)
+CACHED = "flash_attn_with_kvcache"
 DECODING: dict[str, Maker] = {
     "sdpa": sdpa_decoding,
-    "flash-attn-2": partial(flash_attn_decoding, "flash_attn", "flash-attn 2"),
-    "flash-attn-3": partial(flash_attn_decoding, "flash_attn_interface", "flash-attn 3"),
+    "flash-attn-2": partial(flash_attn, "flash_attn", "flash-attn 2", CACHED),
+    "flash-attn-3": partial(flash_attn, "flash_attn_interface", "flash-attn 3", CACHED),
 }
 LIGER: dict[str, Maker] = {
     "layer_norm": partial(liger, "layer_norm", "LigerLayerNormFunction", constants=(1e-5,)),
