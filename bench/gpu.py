@@ -211,7 +211,7 @@ def digest(out: Path) -> Iterator[str]:
     yield from (f"{case}: {', '.join(found)}" for case, found in figures.items())
 
 
-def start(name: str, args: argparse.Namespace) -> tuple[subprocess.Popen[bytes], float]:
+def start(name: str, args: argparse.Namespace) -> tuple[subprocess.Popen, float]:
     """Starts a stage, which writes to its log itself; returns it and its budget in seconds."""
     stage = STAGES[name.lstrip("~")]
     command, seconds, nice, out = stage.command, stage.seconds, stage.nice, args.out
