@@ -28,7 +28,7 @@ TINY = (
     " --data.eval-tokens 64 --data.final-eval-tokens 64 --train.sample-tokens 1"
     " --train.device cpu"
 )
-DROPOUT = "--only dropout/*/fp32 --sizes tiny --rounds 2"
+DROPOUT = "--op dropout --size tiny --rounds 2"
 SLOT = '--static --arch 80 --only "sm_80 fwd 16 bits D=16,32 plain" --top 1'
 ONE_CASE = '"test_parity and rotary-grouped-fp32 and sm_90"'
 UNTRAINED = " --(help|resume|list|version|print)"
@@ -53,7 +53,7 @@ SHORTER = [
     (r"^make chaos$", "make chaos ARGS='--tries 1 --only preparing --out out.json'"),
     (r"^make bench$", f"make bench ARGS='{DROPOUT} --out out'"),
     (r"^make bench ARGS=--publish$", f"make bench ARGS='{DROPOUT} --publish'"),
-    (r"^make bench-regress.*$", "make bench-regress ARGS='--only add_layer_norm'"),
+    (r"^make bench-regress.*$", "make bench-regress ARGS='-k add_layer_norm'"),
     (r"^make reproduce$", "make reproduce ARGS='--only lecture-bigram --gpt-steps 1'"),
     (r"^make hub$", "make hub ARGS='--out out'"),
     (r"^make tune$", "make tune ARGS=--help"),  # python -m bench.tune is run
@@ -72,16 +72,8 @@ SHORTER = [
     (r"^python -m tests.faults.hostile$", r"\g<0> --cases 5 --out out.json"),
     (r"--only norm\b", "--only _reduce_partials"),
     (r"^(python -m bench)( --full.*)$", r"\1 --list\2"),
-    (r"^python -m bench --only.*$", r"\g<0> --quick --rounds 2"),
-    (r"^python -m bench.data$", r"\g<0> --megabytes 1 --rounds 1"),
-    (r"^python -m bench.host$", r"\g<0> --calls 1 --rounds 2"),
-    (r"^python -m bench.muon \S+.*$", "python -m bench.muon shakespeare-cpu --rounds 2"),
+    (r"^python -m bench --op.*$", r"\g<0> --quick --rounds 2"),
     (r"^python -m bench.generate$", r"\g<0> shakespeare-cpu --prompt 8 --tokens 3 --rounds 2"),
-    (r"^python -m bench.serve$", r"\g<0> --recipe baby --seconds 1 --malformed 9"),
-    (r"^python -m bench.save$", r"\g<0> shakespeare-cpu --rounds 1"),
-    (r"bench.save gpt2-124m --kind fsdp$", "bench.save shakespeare-cpu --kind fsdp --rounds 1"),
-    (r"^python -m bench.memory$", r"\g<0> shakespeare-cpu --batch 1"),
-    (r"^python -m bench\.cpu.*$", "python -m bench.cpu --help"),  # its own takes 15 minutes
     (r"^python -m bench.tune$", rf"\g<0> {SLOT}"),
 ]
 # How the last line begins, where it tells that all went well.
@@ -92,7 +84,7 @@ LAST = {
     r"python -m fastgpt.doctor": "0 problems, ",
     r"python -m fastgpt.compare": "nothing that decides the result differs",
     r"python -m fastgpt.report": r"wrote .*\.html",
-    r"make bench( |$)|python -m bench.report": r"\S+\.(jsonl|md)$",  # a record or a page
+    r"make bench( |$)": r"\S+\.(jsonl|md)$",  # a record or a page
     r"make (test|test-full|parity|parity-full)( |$)": r"\d+ passed",
 }
 # Not run here, each with the reason; the arguments are checked all the same.
@@ -117,9 +109,9 @@ EXEMPT = {
 }
 # Run every night alone: on each change others run the same program, and a command's flags are read.
 NIGHTLY = (
-    r"python train\.py (lecture|gpt2|shakespeare)", r"torchrun .*(parallel|bench)",
+    r"python train\.py (lecture|gpt2|shakespeare)", r"torchrun .*parallel",
     r"make (reproduce|parity-full|test-full|bench ARGS|train)",
-    r"python -m bench --only", r"python -m bench\.(muon|tune)", r"python -m kernels\.aot .*=50304",
+    r"python -m bench --op", r"python -m bench\.tune", r"python -m kernels\.aot .*=50304",
 )  # fmt: skip
 FOUND = commands()
 
@@ -212,11 +204,11 @@ def test_it_ends_well_and_says_so(short, run, request):
     command = RUNNABLE[short]
     if re.search("shakespeare|lecture", short):
         request.getfixturevalue("shakespeare")
-    if re.search("data/mine|bench.data", short):
+    if "data/mine" in short:
         gpt2_files()
     if RUN in short:
         request.getfixturevalue("trained")
-    if "report" in short and "bench" not in short:
+    if "report" in short:
         pytest.importorskip("bokeh", reason="needs the extra report")
     if "data/mine" in short and "--out" not in short:
         run("python -m fastgpt.prepare dump/a.jsonl.gz --out data/mine")

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from bench.memory import memory_use
 from fastgpt.config.recipes import RECIPES
 from fastgpt.device import device
 from fastgpt.doctor import __main__ as doctor
@@ -21,6 +20,7 @@ from fastgpt.errors import UserError
 from fastgpt.kernels.runtime import H100_BYTES
 from fastgpt.kernels.specs import SPECS
 from tests.data.sets import flip, prepared
+from tests.memory import memory_use
 from tests.processes import python
 
 

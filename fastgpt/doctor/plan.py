@@ -91,7 +91,7 @@ def memory(config: Config, world: World, shards: int, size: float) -> Found:
 def by_part(config: Config, sequences: int, shards: int, gpu: float) -> dict[str, float]:
     """Estimates the bytes of a step by part, which are the most if all are there at once.
 
-    `bench.memory` counts each tensor of a step; a test compares both.
+    tests/test_doctor.py compares the sum with a step whose tensors are counted one by one.
 
     Args:
         config: its vocabulary is known.

@@ -1,186 +1,120 @@
 """`make gpu`: groups of stages with time budgets, whose output and records outlive any of them."""
 
 import json
-import os
+import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
 from bench import __main__ as bench
-from bench import convergence, gpu, records, reproduce, step
+from bench import gpu, measure, ops, records, reproduce, step, tune
 from bench.gpu import PLANS, STAGES, Stage
-from bench.tune import __main__ as tune
 from fastgpt import flags
 from fastgpt.cli import configure
 from tests.processes import ROOT, python
 
-
-def shell(code: str, **options) -> Stage:
-    return Stage(options.pop("seconds", 20), f"-c {shlex.quote(code)}", **options)
+SLEEP = "import time; time.sleep(20)"
+DEAF = f"import signal; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); {SLEEP}"
 
 
 @pytest.fixture
 def plan(monkeypatch, tmp_path, capsys):
-    """Runs groups of stages in place of the real ones; returns status, output and log."""
+    """Runs groups of stages, whose code is given, in place of the real ones."""
 
-    def run(seconds: float, stages: dict[str, Stage], *groups: list[str]):
-        monkeypatch.setattr(gpu, "STAGES", stages)
+    def run(seconds: float, stages: dict[str, Stage], *groups: list[str]) -> tuple[int, str]:
+        made = {x: s._replace(command=f"-c {shlex.quote(s.command)}") for x, s in stages.items()}
+        monkeypatch.setattr(gpu, "STAGES", made)
         monkeypatch.setattr(gpu, "PLANS", {"first": (seconds, groups)})
-        monkeypatch.setattr(gpu, "CARRIED", tmp_path / "nothing")
-        monkeypatch.setattr(gpu, "SCRATCH", tmp_path / "scratch")
         monkeypatch.setattr(gpu, "BEGAN", time.monotonic())
-        status = gpu.main(["--out", str(tmp_path / "out")])
-        printed = capsys.readouterr().out
-        said = {line.split()[0]: line.split()[1] for line in printed.splitlines()}
-        return status, said, printed, (tmp_path / "out/log.txt").read_text()
+        monkeypatch.setattr("signal.signal", lambda *_: None)
+        return gpu.main(["--out", str(tmp_path)]), capsys.readouterr().out
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return run
 
 
 def test_a_stage_that_fails_hangs_or_is_deaf_takes_no_other_with_it(plan):
-    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True)"
-    stages = {
-        "env": shell("print('fine')"),
-        "fails": shell("import sys; print('halfway'); sys.exit(3)"),
-        "hangs": shell(f"{deaf}; time.sleep(60)", seconds=2),
-        "beside": shell("import time; time.sleep(1); print('beside')"),
-        "behind": shell("print('behind')"),
-    }
-    status, said, printed, log = plan(60, stages, ["env"], ["fails", "hangs", "beside"], ["behind"])
-    assert status == 1
-    passed = {"env": "yes", "fails": "NO", "hangs": "NO", "beside": "yes", "behind": "yes"}
-    assert passed.items() <= said.items()
-    assert "exit status 3; halfway" in printed
-    assert "stopped; deaf" in printed
-    assert {"hangs| deaf", "beside| beside", "behind| behind"} <= set(log.splitlines())
+    stages = {name: Stage(20, f"print({name!r})") for name in ("env", "beside", "behind")}
+    stages |= {"fails": Stage(20, "print('halfway'); exit(3)"), "hangs": Stage(2, DEAF)}
+    status, printed = plan(60, stages, ["env"], ["fails", "hangs", "beside"], ["behind"])
+    ended = {name: f"yes {name}" for name in ("env", "beside", "behind")}
+    ended |= {"fails": "NO  exit status 3; halfway", "hangs": "NO  stopped; deaf"}
+    found = re.findall(r"^(\w+) +(\w+(?: .*;)?) +\d+ s ( .*)", printed, re.M)
+    assert (status, {name: how + last for name, how, last in found}) == (1, ended)
 
 
 def test_a_plan_ends_in_time_and_a_stage_leaves_some_to_those_behind_it(plan):
-    sleep = "import time; time.sleep(60)"
-    stages = {"env": shell(sleep, leaves=5), "next": shell(sleep), "last": shell(sleep)}
-    status, said, printed, _ = plan(13.5, stages, ["env"], ["next"], ["last"])
-    assert status == 1
-    assert said["env"] == said["next"] == "NO"
-    took = {line.split()[0]: float(line.split()[2]) for line in printed.splitlines()[:2]}
-    assert took["env"] < 6
-    assert sum(took.values()) < 12
-    assert "last               NO  not begun: no time is left" in printed
+    stages = {"env": Stage(20, SLEEP, leaves=5), "next": Stage(20, SLEEP), "last": Stage(20, SLEEP)}
+    status, printed = plan(13.5, stages, ["env"], ["next"], ["last"])
+    took = [int(seconds) for seconds in re.findall(r"NO  stopped; (\d+) s", printed)]
+    assert (status, len(took), "last               NO  not begun" in printed) == (1, 2, True)
+    assert [took[0] < 6, sum(took) < 12] == [True, True]
 
 
-def test_without_cuda_nothing_else_is_begun(plan):
-    stages = {"env": shell("import sys; sys.exit(2)"), "next": shell("print('next')")}
-    status, said, *_ = plan(60, stages, ["env"], ["next"])
-    assert (status, said["env"], "next" in said) == (2, "NO", False)
-
-
-@pytest.mark.parametrize(("step", "begun"), [("print(1)", False), ("1 / 0", True)])
-def test_the_eager_step_is_taken_only_if_there_is_no_other(plan, step, begun):
-    stages = {"env": shell("1"), "step": shell(step), "step-eager": shell("print('eager')")}
-    assert ("step-eager" in plan(60, stages, ["env"], ["step"], ["step-eager"])[1]) == begun
+@pytest.mark.parametrize(
+    ("env", "step", "begun"),
+    [("exit(2)", "1", []), ("1", "1", ["step"]), ("1", "1 / 0", ["step", "step-eager"])],
+)
+def test_what_follows_depends_on_cuda_and_on_the_step(plan, env, step, begun):
+    stages = {"env": Stage(20, env), "step": Stage(20, step), "step-eager": Stage(20, "1")}
+    _, printed = plan(60, stages, ["env"], ["step"], ["step-eager"])
+    assert [name for name in stages if name in printed.split()] == ["env", *begun]
 
 
 def test_log_and_records_outlive_a_kill(tmp_path):
-    row = json.dumps({"kind": "test", "run": "3000", "test": "a::b", "outcome": "failed"})
-    script, records = tmp_path / "stage.py", tmp_path / "a.jsonl"
-    lines = f"open({str(records)!r}, 'w').write({row!r})", "print('said', flush=True)"
-    script.write_text("\n".join([*lines, "import time; time.sleep(20)"]))
-    program = f"""from bench import gpu
-gpu.STAGES = {{"env": gpu.Stage(60, {str(script)!r})}}
-gpu.main(["env", "--out", {str(tmp_path)!r}])"""
-    runner = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True)
-    log, end = tmp_path / "log.txt", time.monotonic() + 60
-    while not (log.exists() and "env| said" in log.read_text()) and time.monotonic() < end:
+    rows = [records.record("norm/a/fwd", "ours", measure.quantiles([2e-3])) | {"run": "3"}]
+    rows += [records.record("test/a::b", "fastgpt", why="failed") | {"run": run} for run in "31"]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"unfinished')
+    command = f"-c {shlex.quote(f'print(1, flush=True); {SLEEP}')}"
+    program = f"from bench import gpu; gpu.STAGES = {{'env': gpu.Stage(60, {command!r})}}; "
+    program += f"gpu.main(['env', '--out', {str(tmp_path)!r}])"
+    runner = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    log, end = tmp_path / "env.log", time.monotonic() + 60
+    while not (log.exists() and "\n1" in log.read_text()) and time.monotonic() < end:
         time.sleep(0.1)
-    os.killpg(runner.pid, signal.SIGSTOP)  # nothing is tidied up
-    runner.kill()
+    runner.kill()  # nothing is tidied up
     runner.wait()
-    assert "env| said" in log.read_text()
-    assert records.read_text() == row
-    assert list(gpu.digest(tmp_path)) == ["tests: {'failed': 1}", "FAILED a::b"]
+    digest = ["tests: {'failed': 1}", "FAILED a::b", "norm/a/fwd, ms: ours 2"]
+    assert (log.read_text()[-3:], [*gpu.digest(tmp_path)]) == ("\n1\n", digest)
 
 
-def cases_of(words: list[str]) -> bool:
-    asked = flags.command(bench.Bench, words, prog="")
-    found = [case.name for case in bench.chosen(asked, "cuda")]
-    return asked.sizes == "tiny" or sorted(found) == sorted(asked.only)
+def cases_of(asked: bench.Bench) -> bool:
+    found = ops.cases("cuda", asked.op, asked.size)
+    return [{x.spec.name for x in found}, {x.label for x in found}] == [{*asked.op}, {*asked.size}]
 
 
+parse = partial(flags.command, prog="")
 PARSERS = {
-    "bench": cases_of,
-    "bench.step": lambda words: flags.command(step.StepBench, words, prog=""),
-    "bench.reproduce": lambda words: reproduce.chosen(
-        flags.command(reproduce.Reproduce, words, prog="").only
-    ),
-    "bench.convergence": lambda words: flags.command(convergence.Convergence, words, prog=""),
-    "bench.tune": lambda words: tune.selected([90], tune.parse_args(words).only),
-    "_env": lambda words: words[0],
+    "bench": lambda words: cases_of(parse(bench.Bench, words)),
+    "bench.step": lambda words: parse(step.StepBench, words),
+    "bench.reproduce": lambda words: reproduce.chosen(parse(reproduce.Reproduce, words).only),
+    "bench.tune": lambda words: tune.selected([90], parse(tune.Tune, words).only),
+    "_env": bool,
     "_tests": lambda words: all((ROOT / word).exists() for word in words if "tests/" in word),
     "_train": lambda words: configure(words[1:]),
     "_resume": lambda words: configure(words[1:]),
 }
 
 
-@pytest.mark.parametrize("kind", ["command", "tiny", "warm"])
 @pytest.mark.parametrize("name", STAGES)
-def test_the_commands_of_all_stages_are_understood(name, kind, tmp_path, shakespeare, monkeypatch):
-    """So are the cases, files and slots that they name."""
+def test_the_commands_of_a_stage_are_understood(name, tmp_path, shakespeare, monkeypatch):
+    """So are the cases, files and slots that they name, and it is in a plan."""
     monkeypatch.setenv("FASTGPT_DATA", str(shakespeare.parent))
-    stage = STAGES[name]
-    more = "" if kind == "command" else getattr(stage, kind)
-    command = more if more.startswith("-m") else stage.command + more
-    given = {"out": tmp_path, "scratch": tmp_path, "nanogpt": "--nanogpt=x", "peer": "nanogpt"}
-    _, module, *words = [word.format(**given) for word in shlex.split(command)]
-    if module == "bench.gpu":
-        module, *words = words
-    assert PARSERS[module](words)
-
-
-def test_every_stage_has_its_place_in_a_plan():
-    planned = {name for _, groups in PLANS.values() for group in groups for name in group}
-    assert {name.lstrip("~") for name in planned} == set(STAGES)
-
-
-def test_an_unknown_stage_is_named(capsys):
-    with pytest.raises(SystemExit):
-        gpu.main(["first", "stpe"])
-    assert "'stpe'" in capsys.readouterr().err
+    for more in ("", STAGES[name].tiny, STAGES[name].warm):
+        command = more if more.startswith("-m") else STAGES[name].command + more
+        command = command.format(out=tmp_path, peers="nanogpt --nanogpt=x")
+        _, module, *words = shlex.split(command.replace("-m bench.gpu", "-m"))
+        assert PARSERS[module](words)
+    assert any(name in group for _, groups in PLANS.values() for group in groups)
 
 
 def test_the_outcome_of_each_test_is_recorded_once(tmp_path):
-    source = """
-import pytest
-@pytest.fixture
-def broken(): raise OSError
-def test_right(): pass
-def test_wrong(): assert False
-def test_unset(broken): pass
-@pytest.mark.skip
-def test_absent(): pass
-"""
-    (tmp_path / "test_some.py").write_text(source)
+    source = "import pytest\ndef test_right(): 1\ndef test_wrong(): 1 / 0\n"
+    (tmp_path / "test_some.py").write_text(f"{source}@pytest.mark.skip\ndef test_absent(): 1")
     given = ("-n", "1", "-c", "/dev/null", "--rootdir", tmp_path, tmp_path / "test_some.py")
-    done = python("-m", "bench.gpu", "_tests", tmp_path, *given)
-    assert done.returncode == 1, done.stderr
-    rows = [row for row in records.read(tmp_path) if row["kind"] == "test"]
-    outcomes = sorted((row["test"].split("::test_")[1], row["outcome"]) for row in rows)
-    assert outcomes == [
-        ("absent", "skipped"), ("right", "passed"), ("unset", "failed"), ("wrong", "failed"),
-    ]  # fmt: skip
-
-
-def test_losses_that_drift_apart_do_not_pass():
-    flat = [5.0 - 0.01 * step for step in range(60)]
-    apart = [loss * 1.001 for loss in flat]
-    assert convergence.compare({"torch": flat, "triton": flat}, "fp32")["passed"]
-    found = convergence.compare({"torch": flat, "triton": apart}, "fp32")
-    assert not found["passed"]
-    assert found["relative_difference"] == pytest.approx(1e-3)
-    risen = flat[::-1]
-    assert not convergence.compare({"torch": risen, "triton": risen}, "fp32")["passed"]
+    assert python("-m", "bench.gpu", "_tests", tmp_path, *given).returncode == 1
+    outcomes = [(row["case"].split("_")[-1], row.get("why")) for row in records.read(tmp_path)]
+    assert sorted(outcomes) == [("absent", "skipped"), ("right", None), ("wrong", "failed")]

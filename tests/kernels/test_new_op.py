@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
-from bench import cases, measure
+from bench import measure, ops
 from fastgpt.kernels.checks import DTYPES
 from fastgpt.kernels.proof.compile import Variant
 from fastgpt.kernels.rows import as_rows
@@ -126,10 +126,10 @@ def test_errors_keep_the_rule_at_every_problem(device):
 
 
 def test_the_bench_judges_it_and_counts_its_bytes(device):
-    case = cases.Case(DOUBLE, "typical", DOUBLE.problems["typical"], "fp32", {})
+    case = ops.Case(DOUBLE, "typical", DOUBLE.problems["typical"], "fp32", {})
     assert case.work()["both"] == (0, 4 * 15 * 24 * 4)
     checker = measure.Checker(case, device)
-    assert checker.complaints(case.implementations["ours"](device))[0] == []
+    assert checker.complaints(case.implementations()["ours"](device))[0] == []
 
 
 def test_its_forms_are_recorded_as_they_would_be_launched():

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from bench.cases import cases
 from bench.measure import Checker
+from bench.ops import cases
 from fastgpt.kernels.specs import SPECS
 from tests.kernels.conformance import apart, careful, run, structural
 from tests.kernels.cuda.proof import (
@@ -66,14 +66,14 @@ def typical(name):
     return fitting(next(iter(SPECS[name].sizes["cuda"].values())))
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in cases("cuda", every_dtype=True) if c.spec.name in KERNELS],
-    ids=lambda case: case.name,
-)  # fmt: skip
+CASES = cases("cuda", tuple(KERNELS), dtype=("bf16", "fp16", "fp32"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_errors_keep_the_rule_beside_pytorchs_own(case):
     case = replace(case, shape=fitting(case.shape))
     with launches(*case.spec.launches(case.shape)):
-        wrong, _ = Checker(case, "cuda").complaints(case.implementations["ours"]("cuda"))
+        wrong, _ = Checker(case, "cuda").complaints(case.implementations()["ours"]("cuda"))
     assert wrong == []
 
 

@@ -1,12 +1,11 @@
-"""Peak memory of a step, counted by shapes: `bench.memory` against counts by hand."""
-
-from pathlib import Path
+"""Peak memory of a step, counted by shapes, against counts by hand and what a page says."""
 
 import torch
 
-from bench.memory import LiveBytes, memory_use
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
+from tests.memory import LiveBytes, memory_use
+from tests.processes import ROOT
 
 
 def test_bytes_live_from_allocation_to_last_reference():
@@ -32,7 +31,7 @@ def test_whole_logits_are_kept_and_chunked_ones_are_not():
 
 
 def test_documented_peaks_of_gpt2_124m():
-    text = (Path(__file__).parents[2] / "docs" / "kernels" / "linear_cross_entropy.md").read_text()
+    text = (ROOT / "docs" / "kernels" / "linear_cross_entropy.md").read_text()
     for loss in ("torch", "chunked"):
         found = memory_use(RECIPES["gpt2-124m"][1].model, 64, loss)
         assert f"`{loss}` {found.peak / 2**30:.1f} GiB" in text
