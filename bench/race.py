@@ -1,14 +1,13 @@
 """Times whole training runs beside nanoGPT's: `python -m bench.race --nanogpt PATH`.
 
-The time includes start, imports, data, training, evaluation and exit. nanoGPT runs the command that
-its README gives for small computers, on the same text, and keeps its last checkpoint; each recipe
-runs as `python train.py`. Both losses are then computed over all windows of the held-out text.
+The time includes start, imports, data, training, evaluation and exit. nanoGPT runs the command of
+its README for small computers on the same text, and keeps its last checkpoint; a recipe runs as
+`python train.py`. Both losses are over all windows of the held-out text.
 """
 
 import pickle
 import shutil
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ def copy_with_data(checkout: Path, copy: Path, corpus: Corpus) -> None:
 
 def run(race: Race) -> Iterator[records.Record]:
     """Yields nanoGPT's and fastgpt's record for each recipe."""
-    runs = defaultdict(list)
+    runs = {(name, who): [] for name in race.recipes for who in ("nanogpt", "fastgpt")}
     with tempfile.TemporaryDirectory() as folder:
         corpus = open_corpus("shakespeare", tokenizer="chars", val_fraction=0.1)
         copy_with_data(race.nanogpt, copy := Path(folder, "nanogpt"), corpus)
