@@ -1,35 +1,28 @@
 """Counts what a training step does on a GPU: `python -m simgpu --memory 8GiB -m bench.count`.
 
 A simulated GPU runs a few layers of GPT-2's width on a few short sequences, for each trainer, and
-tells of each launch which bytes it reads and writes, each once. A count f is a sum of what does not
-depend on layers and tokens, of what each layer and what each token adds, and of what each token
-adds in each layer:
-
-    f(L, N) = a + b L + c N + d L N
-
-Counts at two L and two N give a to d, and with them the count of the whole step. Launches are those
-of the larger N: they do not grow with tokens, but the compiler cuts some sums of fewer in two.
-Products are counted from their sizes, attention's by formula (half of the scores, 7 products).
+tells which bytes each launch reads and writes, each once. A count of L layers and N tokens is
+f(L, N) = a + b L + c N + d L N: four small steps give that of the whole step. Launches are those of
+the larger N, because the compiler cuts some sums of fewer tokens in two.
 """
 
 import json
-import multiprocessing
 import os
 import pkgutil
 import re
+import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from bench import implementations, records, tables
-from bench.implementations import Benchmark
-from bench.step import StepBench, base_config, with_batch
+from bench import records, report
+from bench.trainers import TRAINERS, Benchmark, base_config, with_batch
 from fastgpt import flags
 from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
@@ -37,16 +30,12 @@ from fastgpt.errors import UserError, run_command, unknown_name
 from fastgpt.kernels.cross_entropy.chunks import GPU_SHARE, chunk_on_gpu
 from fastgpt.kernels.runtime import H100_BYTES, H100_PROCESSORS
 
-HERE = Path(__file__).parent
-RECORD = HERE / "counts.json"
-PAGE = HERE.parent / "docs" / "benchmarks" / "counts.md"
-BATCHES, TOKENS = (4, 8), 64
-"""The sizes that are run: numbers of sequences, and tokens in a sequence."""
-UNTRACED = 3
-"""Number of steps before the one that is counted: what is compiled or allocated once is done."""
-CHUNKS = "fastgpt.kernels.cross_entropy.linear.tokens_at_a_time"
-PROGRAMS = tuple(f"fastgpt.kernels.{op}.device.bwd_programs" for op in ("norm", "bias_act"))
-FIELDS = ("launches", "read", "written", "flops")
+RECORD = Path(__file__).with_name("counts.json")
+PAGE = report.DOCS / "benchmarks" / "counts.md"
+BATCHES, TOKENS = (4, 8), 64  # numbers of sequences in a small step, and tokens in each
+PEERS = ("nanogpt", "nanochat")
+FIELDS = ("launches", "read", "written", "flops")  # bytes read and written; FLOPs of products
+Counts = dict[str, dict[str, float]]  # part -> field -> number
 
 # The first match decides for what is launched up to the end of the backward.
 NAMES = (
@@ -63,7 +52,6 @@ NAMES = (
     ("projections", r"mm$|mm_$|sum|_to_copy|cat"),
 )  # fmt: skip
 PARTS = (*dict.fromkeys(part for part, _ in NAMES), "other", "clipping", "optimizer")
-_PATTERNS = [(part, re.compile(pattern)) for part, pattern in NAMES]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,368 +71,215 @@ class CountBench:
     nanogpt: Path | None = None
     """Path of a nanoGPT checkout, whose model.py is imported."""
     nanochat: Path | None = None
-    """Path of a nanochat checkout, whose nanochat/gpt.py is imported."""
+    """Path of a nanochat checkout. Its GPT is another network, and has AdamW here."""
     add: bool = False
     """Keep what the record says of other trainers; each has its own commit there."""
-    processes: int = 2
-    """Number of processes that count at the same time."""
     out: Path = RECORD
-    """File for the record."""
-    page: Path = PAGE
-    """File for the page."""
+    """File for the record; a page is written beside it, or in docs/ for the usual record."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "context", "processes"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}: expected 1 or more")
-        if not (self.trainers or self.nanogpt or self.nanochat):
-            raise UserError("--trainers is empty: expected at least one, --nanogpt or --nanochat")
-        if self.add and not self.out.exists():
-            raise UserError(f"--add: {self.out} does not exist: expected a record")
-        for path in (self.out, self.page):
-            if not path.parent.is_dir():
-                raise UserError(f"{path}: {path.parent} does not exist: expected a folder")
+        if self.batch < 1:
+            raise UserError(f"--batch is {self.batch}: expected 1 or more")
+        for name in self.trainers:
+            if name not in TRAINERS:
+                raise unknown_name("trainer", name, TRAINERS)
+            if (peer := name.split()[0]) in PEERS and getattr(self, peer) is None:
+                raise UserError(f"trainer {name} needs --{peer} PATH, a checkout")
+        if not any((self.trainers, self.nanogpt, self.nanochat)):
+            raise UserError("--trainers is empty: expected at least one, or --nanogpt PATH")
+        if not self.out.parent.is_dir():
+            raise UserError(f"--out {self.out}: expected a file in a folder that exists")
 
 
-Work = Any
-PartCounts = dict[str, float]
-Task = tuple[str, Benchmark, float, int]
-"""The arguments of `count`."""
-Counts = dict[str, PartCounts]
-"""For each part: launches, bytes read and written, floating-point operations of products."""
-
-
-def part_of(name: str) -> str:
-    """Returns the part of a forward or backward that work belongs to, by its name."""
-    plain = re.sub(r"_\d+$", "", name)
-    return next((part for part, pattern in _PATTERNS if pattern.search(plain)), "other")
-
-
-def is_of_head(work: Work, part: str, table: int) -> bool:
-    """Returns True for products with the head's weight, casts of it, and sums to one number."""
+def part_of(work: Any, table: int) -> str:
+    """Returns the part of a forward or backward that work belongs to, mostly by its name."""
+    # The head's are also products with its weight, of `table` elements, and casts of that
+    name = re.sub(r"_\d+$", "", work.name)
+    part = next((part for part, pattern in NAMES if re.search(pattern, name)), "other")
     product = work.multiply_adds > 0 and work.multiply_adds % table == 0
     number = work.name == "aten::sum" and work.written == 4
-    return product or number or (part == "embedding and casts" and work.written >= 2 * table)
+    cast = part == "embedding and casts" and work.written >= 2 * table
+    return "head and loss" if product or number or cast else part
 
 
-def by_part(works: list[Work], table: int) -> Counts:
+def by_part(works: list[Any], table: int) -> Counts:
     """Sums the work of a step, in order, by part.
 
     What follows the backward, which autograd's thread asks for, is clipping up to the optimizer.
-
-    Args:
-        table: elements of the head's weight (V, C), by which its products and casts are known.
     """
     found: Counts = {part: dict.fromkeys(FIELDS, 0.0) for part in PARTS}
-    main = threading.get_native_id()
-    backward = [i for i, work in enumerate(works) if work.thread != main]
-    steps = False
+    main, after = threading.get_native_id(), "clipping"
+    last = max(i for i, work in enumerate(works) if work.thread != main)
     for i, work in enumerate(works):
-        part = part_of(work.name)
-        if i > backward[-1]:
-            steps = steps or work.name in ("aten::_foreach_add_", "aten::_fused_adamw_")
-            part = "optimizer" if steps else "clipping"
-        elif is_of_head(work, part, table):
-            part = "head and loss"
-        row = found[part]
-        row["launches"] += 1
-        row["read"] += work.read
-        row["written"] += work.written
-        row["flops"] += 2 * work.multiply_adds
+        if i > last and work.name in ("aten::_foreach_add_", "aten::_fused_adamw_"):
+            after = "optimizer"
+        part = after if i > last else part_of(work, table)
+        for key, value in zip(FIELDS, (1, work.read, work.written, 2 * work.multiply_adds)):
+            found[part][key] += value
     return found
 
 
-def fixed(value: int) -> Callable[..., int]:
-    return lambda *_: value
+def chunks_at(config: Config, tokens: int) -> int:
+    """Returns in how many chunks our loss takes the tokens of a whole step, on an H100."""
+    vocab = config.model.padded_vocab
+    room = H100_BYTES // GPU_SHARE // (2 * vocab)
+    return -(-tokens // chunk_on_gpu(tokens, vocab, config.model.dim, room, H100_PROCESSORS))
 
 
-@contextmanager
-def as_in(step_tokens: float, chunks: int, tokens: int) -> Iterator[None]:
-    """Lets our kernels divide few tokens as they divide a whole step's.
+def count(name: str, whole: Benchmark, layers: int, batch: int) -> tuple[Counts, int, int]:
+    """Returns the counts of a small step on the simulated GPU, its waits and its cudaMallocs.
 
-    The loss takes them in as many chunks; the backwards of norms and activation, which are as many
-    programs as the GPU runs at once, have fewer, whose partial sums are fewer bytes.
-    """
-
-    def fewer(function: Callable[..., int]) -> Callable[..., int]:
-        return lambda *args: max(1, round(function(*args) * tokens / step_tokens))
-
-    with ExitStack() as patches:
-        # a Mock would keep the tensors of all calls, and so allocate in each step
-        patches.enter_context(mock.patch(CHUNKS, fixed(-(-tokens // chunks))))
-        for name in PROGRAMS:
-            patches.enter_context(mock.patch(name, fewer(pkgutil.resolve_name(name))))
-        yield
-
-
-def count(name: str, benchmark: Benchmark, step_tokens: float, chunks: int) -> dict[str, Any]:
-    """Counts one step of a trainer on the simulated GPU.
-
-    Args:
-        name: a key of `bench.implementations.IMPLEMENTATIONS`.
-        benchmark: a small one.
-        whole: tokens of the whole step that it stands for.
-        chunks: number of chunks in which our loss takes them.
-
-    Returns:
-        dict[str, Any]: "parts" (`Counts`), "waits", "allocations" (by cudaMalloc).
+    Our loss takes its tokens in as many chunks as the whole step's. The backwards of norms and
+    activation, which are as many programs as the GPU runs at once, are fewer here, in proportion.
     """
     import simgpu
 
-    model = benchmark.config.model
-    tokens = benchmark.tokens
-    with as_in(step_tokens, chunks, tokens):
-        step, facts = implementations.IMPLEMENTATIONS[name](benchmark)
-        for _ in range(UNTRACED):
+    torch.set_num_threads(1)
+    model = replace(whole.config.model, num_layers=layers, context=TOKENS)
+    config = replace(whole.config, model=model)
+    benchmark = with_batch(replace(whole, config=config), batch)
+    chunk = -(-benchmark.tokens // chunks_at(whole.config, whole.tokens))
+    share = benchmark.tokens / whole.tokens
+
+    def fewer(op: str) -> Any:
+        path = f"fastgpt.kernels.{op}.device.bwd_programs"
+        programs = pkgutil.resolve_name(path)
+        return mock.patch(path, lambda *args: max(1, round(programs(*args) * share)))
+
+    # functions, because a Mock would keep the tensors of all calls, and so allocate in each step
+    chunks = mock.patch("fastgpt.kernels.cross_entropy.linear.tokens_at_a_time", lambda *_: chunk)  # noqa: PT008
+    with chunks, fewer("norm"), fewer("bias_act"):
+        step, _ = TRAINERS[name](benchmark)
+        for _ in range(3):  # then what is compiled or allocated once is done
             step()
         torch.cuda.synchronize()
         waits, allocated = simgpu.waits(), simgpu.counts()["cudaMalloc"]
         with simgpu.trace() as works:
             step()
         waited = sum((simgpu.waits() - waits).values())
-    return {
-        "parts": by_part(works, model.padded_vocab * model.dim),
-        "waits": waited,
-        "allocations": simgpu.counts()["cudaMalloc"] - allocated,
-        "facts": {key: facts[key] for key in ("optimizer", "precision")},
-    }
+    allocated = simgpu.counts()["cudaMalloc"] - allocated
+    return by_part(works, model.padded_vocab * model.dim), waited, allocated
 
 
-def layers_of(name: str) -> tuple[int, int]:
-    """Returns the numbers of layers that are run.
+def predicted(corners: dict[tuple[int, int], Counts], config: Config) -> Counts:
+    """Returns f(L, N) of a step by part, from counts at two numbers of layers and of sequences."""
+    layers, batch, context = config.model.num_layers, config.global_batch, config.model.context
+    (l0, b0), *_, (l1, b1) = sorted(corners)
+    deeper, longer = (layers - l0) / (l1 - l0), (batch * context / TOKENS - b0) / (b1 - b0)
 
-    Of nanochat every second one is different; of ours a single one is launched with the embedding.
-    """
-    return (2, 4) if name == "nanochat" or name.startswith("fastgpt") else (1, 2)
+    def value(part: str, key: str) -> float:
+        at = {size: counts[part][key] for size, counts in corners.items()}
+        share = 1 if key == "launches" else longer
+        few, many = ((1 - share) * at[n, b0] + share * at[n, b1] for n in (l0, l1))
+        return (1 - deeper) * few + deeper * many
 
-
-def extrapolated(
-    corners: dict[tuple[int, int], PartCounts], layers: int, batch: float
-) -> PartCounts:
-    """Returns f(L, N) for a whole step, from the counts at four corners of (layers, batch).
-
-    Args:
-        corners: counts of a part at two numbers of layers and of sequences.
-        batch: in sequences of the length that the corners have.
-    """
-    l0, l1 = sorted({layers for layers, _ in corners})
-    b0, b1 = sorted({batch for _, batch in corners})
-    at, along = (layers - l0) / (l1 - l0), (batch - b0) / (b1 - b0)
-
-    def line(key: str, layers: int, along: float) -> float:
-        return (1 - along) * corners[layers, b0][key] + along * corners[layers, b1][key]
-
-    def value(key: str) -> float:
-        share = 1 if key == "launches" else along
-        return (1 - at) * line(key, l0, share) + at * line(key, l1, share)
-
-    return {key: value(key) for key in FIELDS}
-
-
-def chunks_at(config: Any, batch: int, context: int) -> int:
-    """Returns in how many chunks our loss takes the tokens of a whole step, on an H100."""
-    model, tokens = config.model, batch * context
-    vocab = model.padded_vocab
-    size = chunk_on_gpu(
-        tokens, vocab, model.dim, H100_BYTES // GPU_SHARE // (2 * vocab), H100_PROCESSORS
-    )
-    return -(-tokens // size)
-
-
-def attention_flops(layers: int, batch: int, context: int, dim: int) -> float:
-    """Counts two products forward and five backward, each over half of the scores."""
-    return 7 * batch * context**2 * dim * layers
-
-
-def predicted(
-    found: dict[tuple[int, int], dict[str, Any]], layers: int, batch: int, context: int, dim: int
-) -> Counts:
-    """Returns the counts of a whole step, by part."""
-    along = batch * context / TOKENS
-    parts = {
-        part: extrapolated({at: it["parts"][part] for at, it in found.items()}, layers, along)
-        for part in PARTS
-    }
-    parts["attention"]["flops"] = attention_flops(layers, batch, context, dim)
+    parts = {part: {key: value(part, key) for key in FIELDS} for part in PARTS}
+    # two products forward and five backward, each over half of the scores
+    parts["attention"]["flops"] = 7 * batch * context**2 * config.model.dim * layers
     return parts
 
 
-def total(counts: Counts) -> PartCounts:
-    return {key: sum(row[key] for row in counts.values()) for key in FIELDS}
-
-
 def recorded(name: str, config: Config) -> Counts | None:
-    """Returns the counts of a trainer's step by part, as the record foretells them.
+    """Returns the counts of a trainer's step by part, as the record foretells them, or None.
 
-    Returns:
-        Counts | None: None for another trainer, network or optimizer than the record's, and where
-        our loss divides the tokens into another number of chunks.
+    The record knows its trainers, network and optimizer, and one number of chunks in our loss.
     """
     record = json.loads(RECORD.read_text())
     found, model = record["trainers"].get(name), config.model
-    counted = replace(
-        RECIPES[record["recipe"]][1].model,
-        num_layers=model.num_layers, context=model.context, vocab_size=record["vocab_size"],
-    )  # fmt: skip
-    if found is None or model != counted or config.optim.kind != record["optimizer"]:
+    sizes = {"num_layers": model.num_layers, "context": model.context}
+    network = replace(RECIPES[record["recipe"]][1].model, vocab_size=record["vocab_size"], **sizes)
+    if found is None or model != network or config.optim.kind != record["optimizer"]:
         return None
-    sizes = (config.global_batch, model.context), (record["batch"], record["context"])
-    if len({chunks_at(config, *size) for size in sizes}) > 1:
+    steps = (config.global_batch * model.context, record["batch"] * record["context"])
+    if len({chunks_at(config, tokens) for tokens in steps}) > 1:
         return None
-    corners = {
-        (int(layers), int(batch)): {"parts": counts}
-        for at, counts in found["corners"].items()
-        for layers, batch in [at.split(", ")]
-    }
-    return predicted(corners, model.num_layers, config.global_batch, model.context, model.dim)
+    corners: Any = {tuple(map(int, at.split(", "))): it for at, it in found["corners"].items()}
+    return predicted(corners, config)
 
 
-# --- the page -------------------------------------------------------------------------------------
+ABOUT = """\
+# A training step, counted
+
+What a step of {recipe} with B = {batch}, T = {context} ({precision}, {optimizer}) launches and \
+moves on one GPU. It was counted on the [simulated GPU](../simgpu.md), which has no speed: \
+[bench/count.py](../../bench/count.py) says how, and the record is \
+[bench/counts.json](../../bench/counts.json).
+
+f(L, N) = a + b L + c N + d L N, from two L and N = 256 and 512 tokens in sequences of 64 (the \
+corners in the record); the whole step has L = {layers}, N = {tokens:,}, and the launches of the \
+larger N (off by one where a launch serves several layers, like ours that sums partial gradients). \
+A launch's bytes are counted once each: what it reads twice from the L2 cache, or from memory \
+because that is full, is one read. An operator of PyTorch's is one launch and moves its tensors. \
+Positions beyond the 64 have no weights there, which leaves out 0.02 GB."""
 
 
-NANOCHAT = (
-    " nanochat's GPT is another network of these sizes (rotary positions, value embeddings, an "
-    "untied head, no biases); it has AdamW here like the others, not its own optimizer."
-)
-
-
-def _cells(row: PartCounts) -> tuple[str, ...]:
-    moved = (row["read"] + row["written"]) / 1e9
-    return f"{row['launches']:.0f}", f"{moved:.2f}", f"{row['flops'] / 1e12:.2f}"
+def cells(*parts: dict[str, float]) -> tuple[str, str, str]:
+    """Formats the launches, GB and TFLOP of parts together."""
+    launches, read, written, flops = (sum(part[key] for part in parts) for key in FIELDS)
+    return f"{launches:.0f}", f"{(read + written) / 1e9:.2f}", f"{flops / 1e12:.2f}"
 
 
 def page(record: dict[str, Any]) -> str:
     """Returns the page of a record, in Markdown."""
-    names = [*record["trainers"]]
-    sums = {name: total(it["parts"]) for name, it in record["trainers"].items()}
-    lines = [
-        (name, *_cells(sums[name]), str(it["waits"]), str(it["allocations"]))
-        for name, it in record["trainers"].items()
+    found = record["trainers"]
+    about = ABOUT.format(**record, tokens=record["batch"] * record["context"])
+    sums = [
+        (name, *cells(*it["parts"].values()), str(it["waits"]), str(it["allocations"]))
+        for name, it in found.items()
     ]
-    by_part_ = [
-        (part, *(" / ".join(_cells(record["trainers"][name]["parts"][part])) for name in names))
+    parts = [
+        (part, *(" / ".join(cells(it["parts"][part])) for it in found.values()))
         for part in PARTS
-        if any(record["trainers"][name]["parts"][part]["launches"] for name in names)
+        if any(it["parts"][part]["launches"] for it in found.values())
     ]
-    return "\n\n".join((
-        "# A training step, counted",
-        f"What a step of {record['recipe']} with B = {record['batch']}, T = {record['context']} "
-        f"({record['precision']}, {record['optimizer']}) launches and moves on one GPU. It was "
-        "counted on the [simulated GPU](../simgpu.md), which has no speed: "
-        "[bench/count.py](../../bench/count.py) says how, and the record is "
-        "[bench/counts.json](../../bench/counts.json).",
-        "f(L, N) = a + b L + c N + d L N, from two L and N = "
-        f"{' and '.join(str(TOKENS * b) for b in BATCHES)} tokens in sequences of {TOKENS} (the "
-        f"corners in the record); the whole step has L = {record['layers']}, N = "
-        f"{record['batch'] * record['context']:,}, and the launches of the larger N (off by one "
-        "where a launch serves several layers, like ours that sums partial gradients). A launch's "
-        "bytes are counted once each: what it reads twice from the L2 cache, or from memory "
-        "because that is full, is one read. An operator of PyTorch's is one launch and moves its "
-        "tensors. Positions beyond the "
-        f"{TOKENS} have no weights there, which leaves out 0.02 GB."
-        + NANOCHAT * ("nanochat" in names),
-        tables.table("trainer|launches|GB moved|TFLOP of products|waits|allocations", lines),
-        "By part, launches / GB / TFLOP:",
-        tables.table("|".join(("part", *names)), by_part_),
-    )) + "\n"  # fmt: skip
+    whole = report.table("trainer|launches|GB moved|TFLOP of products|waits|allocations", sums)
+    table = report.table("|".join(("part", *found)), parts)
+    return f"{about}\n\n{whole}\n\nBy part, launches / GB / TFLOP:\n\n{table}\n"
 
 
-# --- all of it ------------------------------------------------------------------------------------
+def count_whole(name: str, whole: Benchmark) -> dict[str, Any]:
+    """Returns what the record has of a trainer, from small steps in processes of their own."""
+    # nanochat's layers differ by turns; ours launch a single layer with the embedding
+    layers = (2, 4) if name == "nanochat" or name.startswith("fastgpt") else (1, 2)
+    sizes = [(number, batch) for number in layers for batch in BATCHES]
+    with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as pool:
+        jobs = [pool.submit(count, name, whole, *size) for size in sizes]
+    parts, waits, allocations = zip(*(job.result() for job in jobs))
+    return {
+        "commit": records.described("cuda")["commit"],
+        "parts": predicted(dict(zip(sizes, parts)), whole.config),
+        "waits": max(waits), "allocations": max(allocations),
+        "corners": {f"{L}, {B}": counts for (L, B), counts in zip(sizes, parts)},
+    }  # fmt: skip
 
 
-def _count(task: Task) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    return count(*task)
-
-
-def small(benchmark: Benchmark, layers: int, batch: int) -> Benchmark:
-    """Returns the benchmark at a size that a simulated GPU can run."""
-    model = replace(benchmark.config.model, num_layers=layers, context=TOKENS)
-    config = replace(benchmark.config, model=model)
-    return with_batch(replace(benchmark, config=config), batch)
-
-
-def count_all(tasks: Iterable[Task], processes: int) -> Iterable[dict[str, Any]]:
-    """Counts each task in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
-        yield from pool.imap(_count, tasks)
-
-
-SETTINGS = ("recipe", "batch", "context")
-
-
-def recorded_trainers(bench: CountBench) -> dict[str, Any]:
-    """Returns the trainers of the record, which must be of the same step.
-
-    Raises:
-        UserError: it is not.
-    """
-    record = json.loads(bench.out.read_text())
-    for name in SETTINGS:
-        if record[name] != getattr(bench, name):
-            raise UserError(f"--{name} is {getattr(bench, name)}: {bench.out} has {record[name]}")
-    return record["trainers"]
-
-
-def run(bench: CountBench, say: Callable[[str], None] = print) -> Path:
+def run(bench: CountBench) -> Path:
     """Counts, writes record and page, and returns the page's path."""
     if "SIMGPU" not in os.environ:
-        raise UserError(
-            "there is no simulated GPU: expected "
-            "build/simgpu/bin/python -m simgpu --memory 8GiB -m bench.count"
-        )
-    added = [name for name in ("nanogpt", "nanochat") if getattr(bench, name) is not None]
-    names = (*bench.trainers, *added)
-    if unknown := [name for name in names if name not in implementations.IMPLEMENTATIONS]:
-        raise unknown_name("trainer", unknown[0], implementations.IMPLEMENTATIONS)
-    text = bench.out.with_suffix(".txt")
-    try:
-        config = base_config(StepBench(recipe=bench.recipe, context=bench.context), "cuda", text)
-        benchmark = Benchmark(
-            config=config,
-            on="cuda",
-            precision="bf16",
-            nanogpt=bench.nanogpt,
-            nanochat=bench.nanochat,
-        )
-        about = records.described("cuda")
-        parts = chunks_at(config, bench.batch, bench.context)
-        corners = {
-            name: [(layers, batch) for layers in layers_of(name) for batch in BATCHES]
-            for name in names
-        }
-        step_tokens = bench.batch * bench.context
-        tasks = [
-            (name, small(benchmark, *at), step_tokens, parts)
-            for name in names
-            for at in corners[name]
-        ]
-        found = iter(count_all(tasks, bench.processes))
-        trainers = recorded_trainers(bench) if bench.add else {}
-        for name in names:
-            of = {at: next(found) for at in corners[name]}
-            size = (config.model.num_layers, bench.batch, bench.context, config.model.dim)
-            trainers[name] = {
-                "commit": about["commit"],
-                "parts": predicted(of, *size),
-                "waits": max(it["waits"] for it in of.values()),
-                "allocations": max(it["allocations"] for it in of.values()),
-                "corners": {
-                    f"{layers}, {batch}": it["parts"] for (layers, batch), it in of.items()
-                },
-            }
-            say(f"{name}: {' launches, '.join(_cells(total(trainers[name]['parts']))[:2])} GB")
-    finally:
-        text.unlink(missing_ok=True)
-    settings = {name: getattr(bench, name) for name in SETTINGS}
+        command = "build/simgpu/bin/python -m simgpu --memory 8GiB -m bench.count"
+        raise UserError(f"there is no simulated GPU: expected {command}")
+    settings = {"recipe": bench.recipe, "batch": bench.batch, "context": bench.context}
+    record = json.loads(bench.out.read_text()) if bench.add else {**settings, "trainers": {}}
+    for name, given in settings.items():
+        if record[name] != given:
+            raise UserError(f"--{name} is {given}: {bench.out} has {record[name]}")
+    peers = {name: getattr(bench, name) for name in PEERS}
+    with tempfile.TemporaryDirectory() as folder:
+        config = base_config(bench.recipe, "cuda", Path(folder, "text"), context=bench.context)
+        benchmark = Benchmark(config=config, on="cuda", precision="bf16", **peers)
+        whole = with_batch(benchmark, bench.batch)
+        for name in dict.fromkeys((*bench.trainers, *filter(peers.get, PEERS))):
+            record["trainers"][name] = counts = count_whole(name, whole)
+            print(f"{name}: {' launches, '.join(cells(*counts['parts'].values())[:2])} GB")
     record = {
-        **about, **settings, "layers": config.model.num_layers,
+        **records.described("cuda"), **settings, "layers": config.model.num_layers,
         "vocab_size": config.model.vocab_size, "precision": "bf16",
-        "optimizer": config.optim.kind, "trainers": trainers,
+        "optimizer": config.optim.kind, "trainers": record["trainers"],
     }  # fmt: skip
     bench.out.write_text(json.dumps(record, indent=1) + "\n")
-    bench.page.write_text(page(record))
-    return bench.page
+    path = PAGE if bench.out == RECORD else bench.out.with_suffix(".md")
+    path.write_text(page(record))
+    return path
 
 
 def main(argv: list[str]) -> None:

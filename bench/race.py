@@ -1,37 +1,32 @@
 """Times whole training runs beside nanoGPT's: `python -m bench.race --nanogpt PATH`.
 
-The time includes start, imports, data, training, evaluation and exit. nanoGPT runs the command that
-its README gives for small computers, on the same text, and keeps its last checkpoint; each recipe
-runs as `python train.py`. Both losses are then computed over all windows of the held-out text.
+The time includes start, imports, data, training, evaluation and exit. nanoGPT runs the command of
+its README for small computers on the same text, and keeps its last checkpoint; a recipe runs as
+`python train.py`. Both losses are over all windows of the held-out text.
 """
 
-import os
 import pickle
 import shutil
 import tempfile
-import time
-from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from bench import records, tables
-from bench.timing import time_process
-from bench.trainers import nanogpt_module
+from bench import records, report
+from bench.measure import quantiles, time_process
 from fastgpt import flags
+from fastgpt.cli import configure
+from fastgpt.convert import source
 from fastgpt.data.corpus import Corpus
-from fastgpt.data.loader import IGNORED, eval_batches
 from fastgpt.data.preparation import open_corpus
 from fastgpt.errors import UserError, run_command
-from fastgpt.files import data_dir
+from fastgpt.evaluate.text import score_text
 from fastgpt.logs.metrics import read_records
 
-NANOGPT_FLAGS = (
-    "--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1", "--block_size=64",
-    "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--max_iters=2000",
-    "--lr_decay_iters=2000", "--dropout=0.0", "--always_save_checkpoint=True",
-)  # fmt: skip
+NANOGPT = """train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20
+    --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128
+    --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0 --always_save_checkpoint=True"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,79 +40,55 @@ class Race:
     rounds: int = 3
     """Number of runs of each."""
 
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UserError(f"--rounds is {self.rounds}: expected 1 or more")
+        for recipe in self.recipes:
+            configure(recipe.split())
 
-def copy_with_data(checkout: Path, folder: Path, corpus: Corpus) -> Path:
+
+def copy_with_data(checkout: Path, copy: Path, corpus: Corpus) -> None:
     """Copies the checkout and adds tiny shakespeare in the layout that its train.py reads."""
     if not (checkout / "train.py").exists():
         raise UserError(f"--nanogpt {checkout}: expected a checkout of nanoGPT, found no train.py")
-    copy = folder / "nanogpt"
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
     data = copy / "data" / "shakespeare_char"
     corpus.train[:].tofile(data / "train.bin")
     corpus.val[:].tofile(data / "val.bin")
     (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": corpus.tokenizer.vocab_size}))
-    return copy
 
 
-@torch.no_grad()
-def nanogpt_loss(checkout: Path, corpus: Corpus) -> float:
-    """Computes the mean loss in nats of the last checkpoint over all held-out windows."""
-    module = nanogpt_module(checkout)
-    saved = torch.load(checkout / "out-shakespeare-char" / "ckpt.pt", weights_only=True)
-    model = module.GPT(module.GPTConfig(**saved["model_args"])).eval()
-    model.load_state_dict(saved["model"])
-    total = count = 0.0
-    batches = eval_batches(
-        corpus.val,
-        context=model.config.block_size,
-        micro_batch=64,
-        rank=0,
-        world_size=1,
-        max_tokens=0,
-    )
-    for x, y in batches:
-        scored = int((y != IGNORED).sum())
-        _, loss = model(x, torch.where(y == IGNORED, -1, y))  # nanoGPT's ignore_index
-        total, count = total + loss.item() * scored, count + scored
-    return total / count
-
-
-def run_nanogpt(checkout: Path, corpus: Corpus) -> tuple[float, float]:
-    """Trains nanoGPT; returns seconds and the loss over all windows of the held-out text."""
-    arguments = ("train.py", "config/train_shakespeare_char.py", *NANOGPT_FLAGS)
-    seconds, _ = time_process("nanoGPT", *arguments, cwd=checkout)
-    return seconds, nanogpt_loss(checkout, corpus)
-
-
-def run_recipe(recipe: str, folder: Path) -> tuple[float, float]:
-    """Trains a recipe; returns seconds and the loss over all windows of the held-out text."""
-    run_dir = folder / f"run-{time.time_ns()}"
-    seconds, _ = time_process(recipe, "train.py", *recipe.split(), "--run-dir", str(run_dir))
-    losses = [r["val_loss"] for r in read_records(run_dir / "metrics.jsonl") if "val_loss" in r]
-    return seconds, losses[-1]
+def run(race: Race) -> Iterator[records.Record]:
+    """Yields nanoGPT's and fastgpt's record for each recipe."""
+    runs = {(name, who): [] for name in race.recipes for who in ("nanogpt", "fastgpt")}
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = open_corpus("shakespeare", tokenizer="chars", val_fraction=0.1)
+        copy_with_data(race.nanogpt, copy := Path(folder, "nanogpt"), corpus)
+        how = {"batch": 64, "device": "cpu", "autocast": nullcontext(), "report": str}
+        for _ in range(race.rounds):
+            theirs, _ = time_process("nanoGPT", *NANOGPT.split(), cwd=copy)
+            model = source.read(str(copy / "out-shakespeare-char" / "ckpt.pt")).build_gpt()
+            scores, _ = score_text(model, corpus.val[:], None, **how)
+            for name in race.recipes:
+                run_dir = tempfile.mkdtemp(dir=folder)
+                ours, _ = time_process(name, "train.py", *name.split(), "--run-dir", run_dir)
+                log = read_records(Path(run_dir, "metrics.jsonl"))
+                losses = [row["val_loss"] for row in log if "val_loss" in row]
+                runs[name, "nanogpt"].append((theirs, scores["loss"], 1.0))
+                runs[name, "fastgpt"].append((ours, losses[-1], theirs / ours))
+    for (name, who), found in runs.items():
+        seconds, losses, ratios = ([round(x, 4) for x in numbers] for numbers in zip(*found))
+        yield records.record(
+            f"race/{name}", who, quantiles(seconds),
+            seconds=seconds, val_loss=losses, nanogpt_over_it=ratios,
+        )  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
-    race = flags.command(Race, argv, prog="python -m bench.race")
-    os.environ["FASTGPT_DATA"] = str(data_dir().absolute())
-    results: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        corpus = open_corpus("shakespeare", tokenizer="chars", val_fraction=0.1)
-        checkout = copy_with_data(race.nanogpt.absolute(), folder, corpus)
-        for _ in range(race.rounds):
-            results["nanogpt"].append(run_nanogpt(checkout, corpus))
-            for recipe in race.recipes:
-                results[recipe].append(run_recipe(recipe, folder))
-    rows = []
-    for name, runs in results.items():
-        seconds, losses = zip(*runs)
-        ratios = [n / s for (n, _), s in zip(results["nanogpt"], seconds, strict=True)]
-        rows.append(
-            {"run_name": name, "seconds": seconds, "val_loss": losses, "nanogpt_over_it": ratios}
-        )
-    records.show(tables.RACE, map(tables.race_cells, rows))
-    print(records.Writer("cpu").write("race", *rows))
+    rows = [*run(flags.command(Race, argv, prog="python -m bench.race"))]
+    keys = ("case", "implementation", "seconds", "val_loss", "nanogpt_over_it")
+    report.show("|".join(keys), ([str(row[key]) for key in keys] for row in rows))
+    print(records.Writer("cpu").write(*rows))
 
 
 if __name__ == "__main__":

@@ -3,27 +3,16 @@
 import pytest
 
 from bench import generate
-from bench.generate import GenerateBench, time_generation
-
-SMALL = GenerateBench(recipe="shakespeare-cpu", prompt=8, tokens=3, rounds=2)
 
 
-def test_every_implementation_is_timed_in_every_case():
+def test_every_implementation_continues_the_prompts_of_every_case(monkeypatch):
     pytest.importorskip("transformers")
-    rows = time_generation(SMALL)
-    cached = ["fastgpt", "fastgpt exact", "fastgpt bf16", "transformers"]
-    assert [row["implementation"] for row in rows] == 3 * cached
-    assert [row["prompts"] for row in rows[::4]] == [[8], [8] * 4, [2, 4, 6, 8]]
-    assert all(row["seconds"]["samples"] == 2 and row["seconds"]["p50"] > 0 for row in rows)
-
-
-def test_ours_continues_prompts_of_unequal_lengths(monkeypatch):
-    lengths = []
-
-    def generated(model, tokens, **options):
-        lengths.append((tuple(tokens.shape), options["lengths"].tolist()))
-
-    monkeypatch.setattr(generate, "generate", generated)
-    monkeypatch.setattr(generate, "transformers", lambda *_: list)
-    time_generation(SMALL)
-    assert ((4, 8), [2, 4, 6, 8]) in lengths
+    ours = []
+    monkeypatch.setattr(generate, "generate", lambda *_, **options: ours.append(options))
+    bench = generate.GenerateBench(recipe="shakespeare-cpu", prompt=8, tokens=3, rounds=2)
+    rows = [(x["implementation"], x["prompts"]) for x in generate.run(bench)]
+    names = ("fastgpt", "fastgpt exact", "fastgpt bf16", "transformers")
+    prompts = ([8], [8, 8, 8, 8], [2, 4, 6, 8])
+    assert rows == [(name, lengths) for lengths in prompts for name in names]
+    given = {(*x["lengths"].tolist(), x["exact"]) for x in ours}
+    assert given == {(*lengths, exact) for lengths in prompts for exact in (False, True)}

@@ -1,0 +1,84 @@
+"""The command that trains the lecture's systems, records their losses and writes the page."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from bench import records, reproduce
+from bench.reproduce import SYSTEMS, System, Target
+from fastgpt.cli import configure
+from fastgpt.config.config import to_json
+from fastgpt.errors import UserError
+from tests.warm import warm
+
+
+def test_every_system_is_a_recipe_that_reaches_and_evaluates_its_targets():
+    for system in SYSTEMS:
+        config = configure([system.recipe])
+        for target in system.targets:
+            every = config.eval_every if target.key == "val_loss" else config.log_every
+            assert target.step in (config.steps, *range(0, config.steps, every))
+        assert config.optim.schedule == "constant"  # else a longer run is another at a target
+    assert {s.letter for s in SYSTEMS} == {*"ABCDEFGH", "G'"}
+
+
+def test_what_was_trained_is_recorded_and_not_trained_again(shakespeare, tmp_path, monkeypatch):
+    targets = (Target(4, 4.6, 0.3), Target(4, 9.0, key="train_loss"), Target(9, 1.0))
+    short = System("G", "lecture-bigram", "short", targets, seeds=(1, 2))
+    left = System("H", "lecture-head", "left", (Target(4, 4.6),))
+    monkeypatch.setattr(reproduce, "SYSTEMS", (short, left))
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    forks = SimpleNamespace(run=lambda command, cwd: warm().run(*command[1:], cwd=cwd))
+    monkeypatch.setattr(reproduce, "subprocess", forks)
+    monkeypatch.setattr(reproduce, "PAGE", typed := tmp_path / "page.md")
+    typed.write_text("typed\n<!-- from the records -->\nold\n<!-- to here -->\n")
+
+    def run(steps: int, *flags: str) -> str:
+        place = f"--runs {tmp_path}/runs --device cpu --gpt-steps {steps}"
+        reproduce.main([*place.split(), *flags])
+        return (tmp_path / "local" / "page.md").read_text()
+
+    page, rows = run(4, "--only", "lecture-bigram"), records.read(tmp_path / "local")
+    assert rows[1]["case"] == "reproduce/lecture-bigram/steps=4/seed=2"
+    lines = [line.split(" | ") for line in page.splitlines() if line.startswith("| G")]
+    assert [cells[5] for cells in lines] == ["yes", "**no**", "-"]
+    assert lines[2][3] == "4 steps run so far"
+    assert "| H: left | 4 | 4.6 | not run yet |" in page
+    monkeypatch.setattr(reproduce, "train", None)
+    assert run(3, "--only", "G") == page  # a part of the longer run
+    with pytest.raises(TypeError, match="not callable"):  # it would train
+        run(5, "--only", "G")
+    run(4, "--render", "--publish")
+    assert (typed.read_text(), records.read()) == (page, rows)
+    with pytest.raises(UserError, match="unknown system 'Z'"):
+        run(4, "--only", "Z")
+    typed.write_text("no marks")
+    with pytest.raises(UserError, match="lacks the marks"):  # before anything is trained
+        run(4)
+
+
+def test_of_several_seeds_the_mean_is_judged():
+    rows = [{"measured": {"val_loss 4": x}} for x in (4.2, 5.0)]
+    judged = [reproduce.judged(Target(4, published), rows) for published in (4.6, 4.2)]
+    assert judged == [("4.6000 (4.2000 to 5.0000)", "±0.05", said) for said in ("yes", "**no**")]
+
+
+def test_a_record_outlives_options_and_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    config = configure(["lecture-head"])
+    older = json.loads(to_json(config))
+    older["train"]["device"] = "cuda"
+    del older["data"]["eval_tokens"], older["epochs"]  # one that the recipe sets, one it does not
+    row = {"case": "reproduce/lecture-head/steps=1/seed=1", "run": "", "config": older}
+    for changes, known in (({}, 0), ({"eval_tokens": 51_200}, 1), ({"no_more": 1}, 0)):
+        older["data"] |= changes
+        (tmp_path / "x.jsonl").write_text(json.dumps(row))
+        assert len(reproduce.on_record(config)) == known
+        assert not reproduce.on_record(replace(config, seed=1))
+
+
+def test_the_page_says_what_the_records_say(monkeypatch):
+    monkeypatch.setattr(records, "LOCAL", "none")  # what this machine has measured since
+    assert reproduce.render() in reproduce.PAGE.read_text(encoding="utf-8")
