@@ -6,7 +6,7 @@
     NAME ...   stages by name, one after the other
 
 A stage is a process group with a time budget. If it fails, hangs or breaks its CUDA context, the
-others go on. What is timed runs alone. Each line goes to STAGE.log at once, each record to *.jsonl,
+others go on. What is timed runs alone. Each line goes to log.txt at once, each record to *.jsonl,
 and a digest of the records ends the output. docs/gpus.md has the rest.
 """
 
@@ -212,7 +212,7 @@ def digest(out: Path) -> Iterator[str]:
 
 
 def start(name: str, args: argparse.Namespace) -> tuple[subprocess.Popen, float]:
-    """Starts a stage, which writes to its log itself; returns it and its budget in seconds."""
+    """Starts a stage, whose lines go to the log at once; returns it and its budget in seconds."""
     stage = STAGES[name.lstrip("~")]
     command, seconds, nice, out = stage.command, stage.seconds, stage.nice, args.out
     if args.rehearse:
@@ -220,11 +220,17 @@ def start(name: str, args: argparse.Namespace) -> tuple[subprocess.Popen, float]
     if name.startswith("~"):
         command, seconds, nice, out = command + stage.warm, 190, 10, SCRATCH / "warm"
     words = shlex.split(command.format(out=shlex.quote(str(out)), peers=args.peers))
-    words = ["nice", "-n", str(nice), sys.executable, *words]
-    with (args.out / f"{name}.log").open("a", encoding="utf-8") as log:
-        print("$", shlex.join(words), file=log, flush=True)
-        options = {"cwd": ROOT, "env": args.environment, "process_group": 0}
-        return subprocess.Popen(words, stdout=log, stderr=log, **options), args.scale * seconds
+    python = shlex.join(["nice", "-n", str(nice), sys.executable, *words])
+    # not a pipe of ours: the log outlives this process
+    line = f"set -o pipefail; {python} 2>&1 | sed -u 's/^/{name}| /' >>{shlex.quote(str(args.log))}"
+    say(args, f"{name}| $ {python}")
+    options = {"cwd": ROOT, "env": args.environment, "process_group": 0}
+    return subprocess.Popen(["bash", "-c", line], **options), args.scale * seconds
+
+
+def say(args: argparse.Namespace, text: str) -> None:
+    with args.log.open("a", encoding="utf-8") as log:
+        print(text, file=log)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -252,10 +258,11 @@ def run_group(names: list[str], args: argparse.Namespace, end: float) -> Statuse
                 ended[name] = status = process.returncode
                 kill(process)
                 del running[name]
-                text = (args.out / f"{name}.log").read_text("utf-8", "replace").rstrip()
-                last = text.rpartition("\n")[2].strip()[:150]
+                lines = args.log.read_text("utf-8", "replace").splitlines()
+                last = [x for x in lines if x.startswith(f"{name}| ")][-1].partition("| ")[2][:150]
                 how = {0: "yes", None: "NO  stopped;"}.get(status, f"NO  exit status {status};")
                 print(f"{name:18} {how} {took:.0f} s  {last}", flush=True)
+                say(args, f"==== {name} {how} {took:.0f} s")
     finally:
         for process, _ in running.values():
             kill(process)
@@ -307,13 +314,15 @@ def main(argv: list[str]) -> int:
     args.peers = f"nanogpt --nanogpt={shlex.quote(str(args.nanogpt))}" if args.nanogpt else ""
     args.out = Path(args.out).absolute()
     args.out.mkdir(parents=True, exist_ok=True)
+    args.log = args.out / "log.txt"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda which, _: sys.exit(128 + which))
     try:
         return run(args)
     finally:
-        print(*digest(args.out), sep="\n")
-        print(f"{time.monotonic() - BEGAN:.0f} s; logs and records: {args.out}", flush=True)
+        say(args, text := "\n".join(digest(args.out)))
+        print(text[-9500:])
+        print(f"{time.monotonic() - BEGAN:.0f} s; log and records: {args.out}", flush=True)
 
 
 if __name__ == "__main__":
