@@ -17,7 +17,8 @@ from bench.records import Record, is_ours
 from fastgpt.errors import UsageError, UserError, run_command, writing
 from fastgpt.files import write_atomically
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "benchmarks.md"
 
 
 def three_digits(x: float) -> str:
