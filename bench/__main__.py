@@ -83,10 +83,6 @@ class Bench:
         if self.publish and self.out is not None:
             raise UserError("--publish and --out are both given: expected one of them")
 
-    @property
-    def with_steps(self) -> bool:
-        return not (self.op or self.size or self.dtype or self.against)
-
 
 def time_ops(bench: Bench, todo: list[Case], on: str, end: float) -> Iterator[list[Record]]:
     """Yields the machine's limits, then the records of each pass of each case.
@@ -222,14 +218,13 @@ def main(argv: list[str]) -> int:
         else:
             print_rows(found, said)
         rows += found
-    for recipe in CPU_STEPS if on == "cpu" and bench.with_steps and not bench.json else ():
+    only_ops = bench.op or bench.size or bench.dtype or bench.against or bench.json
+    for recipe, options in CPU_STEPS.items() if on == "cpu" and not only_ops else ():
         if time.perf_counter() > end:
-            why = f"{OVER_BUDGET} of {bench.budget:.0f} s"
-            writer.write(record(f"step/{recipe}", "all", why=why))
-            print(f"step/{recipe}: {why}")
-            continue
-        asked = step.StepBench(recipe=recipe, nanogpt=bench.nanogpt, out=bench.out)
-        step.run(replace(asked, **CPU_STEPS[recipe]))
+            print(f"step/{recipe}: {OVER_BUDGET} of {bench.budget:.0f} s")
+        else:
+            asked = step.StepBench(recipe=recipe, nanogpt=bench.nanogpt, out=bench.out)
+            step.run(replace(asked, **options))
     if not bench.json:
         print(f"wrote {writer.path}")
         print_verdict(rows, on)
