@@ -105,7 +105,7 @@ def run(bench: GenerateBench) -> Iterator[records.Record]:
         samples = Timer("cpu").interleave(timed, seconds=0, rounds=bench.rounds)
         more: Any = {"prompts": [*map(len, prompts)], "tokens": tokens}
         for who, found in samples.items():
-            case, figure = f"generate/{bench.recipe}/{name}", quantiles(found.device)
+            case, figure = f"generate/{bench.recipe}/{name}", quantiles(found)
             yield records.record(case, who, figure, **more)
 
 

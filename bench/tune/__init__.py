@@ -1,1 +1,0 @@
-"""Chooses the block sizes of attention's kernels: `python -m bench.tune`."""
