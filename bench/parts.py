@@ -7,77 +7,56 @@ waiting for data.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
-from bench.timing import limit
+from bench.measure import limit
 from fastgpt.config.model import ModelConfig
+from fastgpt.device.device import synchronize
 from fastgpt.errors import UserError
 from fastgpt.kernels.specs import SPECS
 
-PARTS: tuple[str, ...] = (
-    *("GEMM", "attention", "norm", "loss", "optimizer", "other"),
-    *("data wait", "host gap"),
-)
-STEPS = 3
-"""Number of steps that are profiled, after one that is not."""
-LARGEST = 40
-"""Number of kernels of a step whose times are kept."""
+PARTS = ("GEMM", "attention", "norm", "loss", "optimizer", "other", "data wait", "host gap")
+STEPS = 3  # that are profiled, after one that is not
+LARGEST = 40  # kernels of a step whose times are kept
 
 # The first match decides; Inductor's fused kernels name the ops in them. Among a CPU's eager ops,
 # batched products are attention's: all others have one weight for the whole batch.
-NAMES = (
-    ("loss", r"cross_entropy|nll_loss|log_softmax"),
-    ("attention", r"flash|fmha|sdpa|scaled_dot_product|_attention_|attn|"
-                  r"aten::(baddbmm|bmm|_softmax|_softmax_backward_data|masked_fill_?)$"),
-    ("optimizer", r"multi_tensor|_adamw?_|foreach|lerp|clip_grad"),
-    ("norm", r"layer_?norm|rms_?norm|_norm_(fwd|bwd)|reduce_partials|GammaBeta"),
-    ("GEMM", r"gemm|nvjet|cutlass|cublas|splitk|xmma|"
-             r"aten::(addmm|mm|linear|mkldnn_linear|_addmm_activation)$|mkldnn::_linear"),
-)  # fmt: skip
-_COMPILED = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in NAMES)
+NAMES = {
+    "loss": r"cross_entropy|nll_loss|log_softmax",
+    "attention": r"flash|fmha|sdpa|scaled_dot_product|_attention_|attn|"
+                 r"aten::(baddbmm|bmm|_softmax|_softmax_backward_data|masked_fill_?)$",
+    "optimizer": r"multi_tensor|_adamw?_|foreach|lerp|clip_grad",
+    "norm": r"layer_?norm|rms_?norm|_norm_(fwd|bwd)|reduce_partials|GammaBeta",
+    "GEMM": r"gemm|nvjet|cutlass|cublas|splitk|xmma|"
+            r"aten::(addmm|mm|linear|mkldnn_linear|_addmm_activation)$|mkldnn::_linear",
+}  # fmt: skip
 
 
 def part_of(name: str) -> str:
     """Returns the part of a step (GEMM, attention, ...) that a kernel or op belongs to, by name."""
-    return next((part for part, pattern in _COMPILED if pattern.search(name)), "other")
-
-
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Returns the length of time that the intervals cover together."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    matches = (part for part, pattern in NAMES.items() if re.search(pattern, name, re.IGNORECASE))
+    return next(matches, "other")
 
 
 def profile(step: Callable[[], None], on: str, trace: Path | None = None) -> dict[str, Any]:
     """Measures the milliseconds of one training step by part, averaged over a few steps.
 
-    Kernels that overlap on a GPU count in full, each in its part; the host gap is the time of the
-    step when no kernel runs.
-
-    Args:
-        trace: file for a Chrome trace of these steps, compressed if it ends in .gz.
+    Kernels that overlap on a GPU count in full, each in its part. `step.waited`, if it is there,
+    returns the seconds spent in waiting for data. A Chrome trace is written to `trace`.
 
     Returns:
         dict[str, Any]: `parts`, the milliseconds of each; `kernels`, on a GPU: (name, milliseconds,
             launches) of the LARGEST in a step.
-
-    Raises:
-        UserError: the profiler saw no kernel.
     """
-    from torch.profiler import ProfilerActivity
-
-    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on == "cuda" else [])
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (on == "cuda")
     waited: Callable[[], float] = getattr(step, "waited", lambda: 0.0)
     step()
-    if on == "cuda":
-        torch.cuda.synchronize()
+    synchronize(on)
     before = waited()
     with (
         torch.profiler.profile(activities=kinds) as profiler,
@@ -85,60 +64,48 @@ def profile(step: Callable[[], None], on: str, trace: Path | None = None) -> dic
     ):
         for _ in range(STEPS):
             step()
-        if on == "cuda":
-            torch.cuda.synchronize()
-    events: Sequence[Any] = profiler.events() or ()
-    marks = (e for e in events if e.name == "fastgpt::steps" and not _on_gpu(e))
-    wall = next(marks).time_range.elapsed_us()
+        synchronize(on)
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
-    spent = _of_kernels(events) if on == "cuda" else _of_ops(events)
-    busy = spent.pop("busy")
+    events: list[Any] = list(profiler.events() or ())
+    on_gpu = [event for event in events if str(event.device_type)[-4:] == "CUDA"]
+    spent, busy, kernels = _of_kernels(on_gpu) if on == "cuda" else _of_ops(events)
     if not busy:
         raise UserError("the profiler saw no kernel; it may lack access to the GPU's counters")
-    waiting = min(1e6 * (waited() - before), max(wall - busy, 0.0))
-    spent["data wait"] = waiting
-    spent["host gap"] = max(wall - busy - waiting, 0.0)
-    found = {part: spent.get(part, 0.0) / STEPS / 1e3 for part in PARTS}
-    return {"parts": found, "kernels": _largest(events)}
+    mark = next(e for e in events if e.name == "fastgpt::steps" and e not in on_gpu)
+    idle = max(mark.time_range.elapsed_us() - busy, 0.0)
+    spent["data wait"] = min(1e6 * (waited() - before), idle)
+    spent["host gap"] = idle - spent["data wait"]
+    return {"parts": {part: spent[part] / STEPS / 1e3 for part in PARTS}, "kernels": kernels}
 
 
-def _largest(events: Sequence[Any]) -> list[tuple[str, float, float]]:
-    us, launches = Counter[str](), Counter[str]()
-    for event in events:
-        if _on_gpu(event) and not _is_mark(event):
-            us[event.name] += event.time_range.elapsed_us()
-            launches[event.name] += 1
+def _of_kernels(events: list[Any]) -> tuple[Counter[str], float, list[Any]]:
+    """Sums the microseconds of a GPU's kernels, without the profiler's ranges around them.
+
+    Returns the sums by part, the time in which any kernel runs, and the largest kernels.
+    """
+    spent, us, launches = Counter[str](), Counter[str](), Counter[str]()
+    busy, reached = 0.0, float("-inf")
+    ranges = ("fastgpt::", "Optimizer.", "ProfilerStep")
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if event.name.startswith(ranges) or getattr(event, "is_user_annotation", False):
+            continue
+        start, end = event.time_range.start, event.time_range.end
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+        spent[part_of(event.name)] += end - start
+        us[event.name] += end - start
+        launches[event.name] += 1
     largest = us.most_common(LARGEST)
-    return [(name, time / STEPS / 1e3, launches[name] / STEPS) for name, time in largest]
+    return spent, busy, [(name, t / STEPS / 1e3, launches[name] / STEPS) for name, t in largest]
 
 
-def _on_gpu(event: Any) -> bool:
-    return str(event.device_type).endswith("CUDA")
-
-
-def _is_mark(event: Any) -> bool:
-    """Returns True for a named profiler range, which encloses kernels but is none itself."""
-    named = event.name.startswith(("fastgpt::", "Optimizer.", "ProfilerStep"))
-    return named or getattr(event, "is_user_annotation", False)
-
-
-def _of_kernels(events: Sequence[Any]) -> dict[str, float]:
-    spent, intervals = dict.fromkeys(PARTS, 0.0), []
-    for event in events:
-        if _on_gpu(event) and not _is_mark(event):
-            start, end = event.time_range.start, event.time_range.end
-            spent[part_of(event.name)] += end - start
-            intervals.append((start, end))
-    return {**spent, "busy": covered(intervals)}
-
-
-def _of_ops(events: Sequence[Any]) -> dict[str, float]:
-    """Sums the profiler's self time by part of the model.
+def _of_ops(events: list[Any]) -> tuple[Counter[str], float, list[Any]]:
+    """Sums the same of a CPU's ops, each without the ops inside it.
 
     An op that belongs to no part counts towards its nearest enclosing op that does.
     """
-    spent = dict.fromkeys(PARTS, 0.0)
+    spent = Counter[str]()
     for event in events:
         chain, around = [], event
         while around is not None:
@@ -149,50 +116,50 @@ def _of_ops(events: Sequence[Any]) -> dict[str, float]:
             part = "optimizer"  # Muon multiplies matrices, too
         if "::" in event.name and event.name != "fastgpt::steps":
             spent[part] += event.self_cpu_time_total
-    return {**spent, "busy": sum(spent.values())}
-
-
-# --- limits ---------------------------------------------------------------------------------------
+    return spent, sum(spent.values()), []
 
 
 def limits(
-    config: ModelConfig, tokens: int, size: int, peaks: dict[str, float], *, muon: bool = False
+    model: ModelConfig, tokens: int, size: int, peaks: dict[str, float], *, muon: bool = False
 ) -> dict[str, float]:
     """Computes the shortest time in milliseconds that each part of a step can take on this machine.
 
     GEMM: 6 FLOPs for each weight and token. Attention: what its `Spec` counts, forward and
-    backward. Norm: the bytes of 2 L + 1 of them, forward and backward, all but the first after a
-    sum. Loss: the logits read once and their gradient written. Optimizer: AdamW's 28 bytes for each
-    parameter, and Muon's products. The other parts have no such limit.
-
-    Args:
-        tokens: number of tokens in a step.
-        size: bytes of an activation.
-        peaks: rates, `matmul` and `copy`.
-        muon: the blocks' matrices are updated by Muon, in 5 iterations.
+    backward. Norm: the bytes of 2 L + 1 of them, all but the first after a sum. Loss: the logits
+    read once and their gradient written. Optimizer: AdamW's 28 bytes for each parameter, and Muon's
+    5 iterations with the blocks' matrices. The other parts have no such limit. `size` is the bytes
+    of an activation, `peaks` are the rates of `matmul` and `copy`.
     """
-    C, V, T = config.dim, config.padded_vocab, config.context
-    up = 2 * config.ffn_width if config.activation == "swiglu" else config.ffn_width
-    heads = config.num_heads + 2 * config.kv_heads
-    outputs = config.num_heads * config.head_dim
-    shapes = [(C, heads * config.head_dim), (outputs, C), (C, up), (config.ffn_width, C)]
-    block = sum(rows * columns for rows, columns in shapes)
+    L, C, V, T, F = model.num_layers, model.dim, model.padded_vocab, model.context, model.ffn_width
+    H, D, K = model.num_heads, model.head_dim, model.kv_heads
+    gates = 2 if model.activation == "swiglu" else 1
+    shapes = [(C, (H + 2 * K) * D), (H * D, C), (C, gates * F), (F, C)]
+    weights = L * sum(rows * columns for rows, columns in shapes) + V * C
     pairs = [(min(shape), max(shape)) for shape in shapes] if muon else []
-    iterated = 5 * config.num_layers * sum(2 * m * m * (2 * n + m) for m, n in pairs)
-    weights = config.num_layers * block + V * C
-    one = {"B": tokens // T, "T": T, "H": config.num_heads, "D": config.head_dim}
-    attention = limit(*SPECS["attention"].work(one, size)["both"], peaks)[0] * config.num_layers
-    rows = {"M": tokens, "N": C}
-    norm_bytes = 2 * config.num_layers * SPECS["add_layer_norm"].work(rows, size)["both"][1]
-    norm_bytes += SPECS["layer_norm"].work(rows, size)["both"][1]
+    iterated = 5 * L * sum(2 * m * m * (2 * n + m) for m, n in pairs)
+    heads, rows = {"B": tokens // T, "T": T, "H": H, "D": D}, {"M": tokens, "N": C}
+    attention = limit(*SPECS["attention"].work(heads, size)["both"], peaks)[0]
+    first, later = (
+        SPECS[op].work(rows, size)["both"][1] for op in ("layer_norm", "add_layer_norm")
+    )
     seconds = {
         "GEMM": 6 * weights * tokens / peaks["matmul"],
-        "attention": attention,
-        "norm": norm_bytes / peaks["copy"],
+        "attention": L * attention,
+        "norm": (first + 2 * L * later) / peaks["copy"],
         "loss": 2 * tokens * V * size / peaks["copy"],
         "optimizer": 28 * (weights + T * C) / peaks["copy"] + iterated / peaks["matmul"],
     }
     return {part: 1e3 * seconds.get(part, 0.0) for part in PARTS}
+
+
+def explain(spent: dict[str, float], least: dict[str, float]) -> list[str]:
+    """Describes the three parts that take the most time beyond their limit, one per line."""
+    lines = []
+    for part in sorted(PARTS, key=lambda part: least[part] - spent[part])[:3]:
+        share = f"{least[part] / spent[part]:.0%} of its limit" if spent[part] else "nothing"
+        over = f"{spent[part] - least[part]:.2f} ms over the {least[part]:.2f} ms"
+        lines.append(f"{part}: {spent[part]:.2f} ms, {over} it cannot go below ({share})")
+    return lines
 
 
 GROUPS = (
@@ -202,7 +169,7 @@ GROUPS = (
     ("clipping and optimizer", ("optimizer",), ("clipping", "optimizer")),
     ("rest", ("other",), ("data", "embedding and casts", "activation", "other")),
 )
-"""Parts that are measured here -> the parts of `bench.count` in them."""
+"""Parts that are measured here, and the parts of `bench.count` in them."""
 
 
 def beside_counts(
@@ -217,26 +184,8 @@ def beside_counts(
     for name, measured, counted in GROUPS:
         rows = [counts[part] for part in counted]
         moved = [row["read"] + row["written"] for row in rows]
-        least = sum(
-            max(row["flops"] / peaks["matmul"], size / peaks["copy"])
-            for row, size in zip(rows, moved, strict=True)
-        )
-        launches = sum(row["launches"] for row in rows)
-        lines.append(
-            f"{name}: {sum(spent[part] for part in measured):.2f} ms, foretold {1e3 * least:.2f}"
-            f" ({sum(moved) / 1e9:.2f} GB in {launches:.0f} launches)"
-        )
-    return lines
-
-
-def explain(spent: dict[str, float], least: dict[str, float], count: int = 3) -> list[str]:
-    """Describes the parts of a step that take the most time beyond their limit, one per line."""
-    over = sorted(PARTS, key=lambda part: least[part] - spent[part])
-    lines = []
-    for part in over[:count]:
-        share = f"{least[part] / spent[part]:.0%} of its limit" if spent[part] else "nothing"
-        lines.append(
-            f"{part}: {spent[part]:.2f} ms, {spent[part] - least[part]:.2f} ms over the"
-            f" {least[part]:.2f} ms it cannot go below ({share})"
-        )
+        least = sum(limit(row["flops"], n, peaks)[0] for row, n in zip(rows, moved, strict=True))
+        ms, launches = sum(spent[x] for x in measured), sum(row["launches"] for row in rows)
+        said = f"{sum(moved) / 1e9:.2f} GB in {launches:.0f} launches"
+        lines.append(f"{name}: {ms:.2f} ms, foretold {1e3 * least:.2f} ({said})")
     return lines

@@ -1,94 +1,148 @@
-"""Training steps of other trainers, which are timed beside ours.
+"""Trainers that the step benchmark compares: ours, plain PyTorch, nanoGPT, nanochat and llm.c.
 
-They are plain PyTorch in the usual form (GPT-2, SDPA, fused AdamW, torch.compile), the model of a
-nanoGPT checkout, and llm.c's binary. None uses a kernel of ours.
+A trainer is a function of a `Benchmark` that returns a training step (batch, forward, backward,
+clipping, optimizer) and facts for the record. llm.c is a program, which `run_llmc` starts. All
+train on random tokens of one vocabulary, so that no embedding row is warmer than in training.
 """
 
 import importlib
 import importlib.util
-import math
-import os
 import re
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor, nn
 
-from bench.timing import quantiles
-from fastgpt.config.config import Config
+from bench.measure import quantiles
+from fastgpt.config.config import Config, DataConfig, OpsConfig
 from fastgpt.config.model import ModelConfig
+from fastgpt.config.recipes import RECIPES
 from fastgpt.device import device
-from fastgpt.errors import UserError
+from fastgpt.errors import UserError, unknown_name
+from fastgpt.train.build import build
+from fastgpt.train.plan import resolve
+from fastgpt.train.trainer import train
 
-Batches = Callable[[], tuple[Tensor, Tensor]]
-"""Function that returns x and y, (B, T) each, on the device."""
+# Triton's interpreter takes seconds for a larger model's step
+TINY: dict[str, Any] = {"num_layers": 1, "num_heads": 1, "dim": 16, "context": 8}
+VOCABULARY, GPT2_VOCABULARY = 65, 50_257  # tiny shakespeare's, and GPT-2's
+# settings that nanoGPT's and llm.c's GPT-2 also have
+SIZES = {"num_layers", "num_heads", "dim", "context", "vocab_size", "vocab_multiple", "bias"}
+SIZES |= {"dropout", "init"}
+# PyTorch's argument for each GELU: GPT-2's, and the exact one of nanoGPT
+GELUS = {"gelu_tanh": "tanh", "gelu_erf": "none"}
+Step = Callable[[], None]
+Built = tuple[Step, dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Benchmark:
+    """Settings of the step that all trainers take; picklable, to be sent to processes."""
+
+    config: Config
+    on: str
+    precision: str
+    nanogpt: Path | None = None
+    nanochat: Path | None = None
+    traces: Path | None = None
+    """Folder for a Chrome trace of each of fastgpt's steps."""
+
+    @property
+    def tokens(self) -> int:
+        return self.config.train.batch_tokens
+
+
+def base_config(
+    recipe: str, on: str, text: Path, *, context: int | None = None, dropout: float | None = None,
+    compile: Literal["auto", "on", "off"] = "auto", tiny: bool = False,
+) -> Config:  # fmt: skip
+    """Returns a recipe's settings, on random text of its vocabulary; writes the text if need be."""
+    if recipe == "auto":
+        recipe = "gpt2-124m" if on == "cuda" else "shakespeare-char"
+    if recipe not in RECIPES:
+        raise unknown_name("recipe", recipe, RECIPES)
+    config = RECIPES[recipe][1]
+    vocab = (not tiny and config.model.vocab_size) or VOCABULARY
+    given = {"context": context, "dropout": dropout}.items()
+    sizes = (TINY if tiny else {}) | {name: value for name, value in given if value is not None}
+    if not text.exists():
+        # Chinese, because a character tokenizer must keep 50,257 of them apart; each occurs
+        letters = [chr(i) for i in (*range(0x4E00, 0x9F00), *range(0x20000, 0x2A600))][:vocab]
+        drawn = np.random.default_rng(0).integers(vocab, size=40 * max(vocab, 5000))
+        text.write_text("".join([*letters, *(letters[i] for i in drawn)]), encoding="utf-8")
+    model = replace(config.model, vocab_size=vocab, **sizes)
+    data = DataConfig(source=str(text), tokenizer="chars")
+    train = replace(config.train, compile=compile, device=on, batch_tokens=2**20)
+    return replace(config, model=model, data=data, train=train)
+
+
+def with_batch(benchmark: Benchmark, batch: int) -> Benchmark:
+    """Returns the benchmark with that many sequences in a step."""
+    config = benchmark.config
+    train = replace(config.train, batch_tokens=batch * config.model.context, micro_batch=batch)
+    return replace(benchmark, config=replace(config, train=train))
+
+
+def expect_gpt2(model: ModelConfig) -> None:
+    """Raises `UserError` for a network that differs from GPT-2's in more than sizes and GELU."""
+    plain = ModelConfig(activation=model.activation if model.activation in GELUS else "gelu_tanh")
+    names = [field.name for field in fields(model) if field.name not in SIZES]
+    if others := [name for name in names if getattr(model, name) != getattr(plain, name)]:
+        raise UserError(f"the network differs from GPT-2's in {', '.join(others)}")
+
+
+TRITON_OPS = OpsConfig(attention="triton", loss="chunked", kernels="triton")
+PLAIN_OPS = OpsConfig(attention="torch", loss="torch", kernels="torch")
+
+
+def _fastgpt(benchmark: Benchmark, ops: OpsConfig | None = None, **settings: Any) -> Built:
+    """Makes a step of ours, with other `TrainConfig` settings if some are given."""
+    settings = {"precision": benchmark.precision, **settings}
+    config = benchmark.config
+    config = replace(config, ops=ops or config.ops, train=replace(config.train, **settings))
+    # not probed, which beside the first steps of others would halve the batch
+    run = build(resolve(config, warn=lambda _: None), lambda _: None, probe=False)
+
+    def step() -> None:
+        train(run, run.step + 1)
+
+    step.waited = lambda: run.loader.waited_s  # pyright: ignore
+    facts = {"trials": run.plan.trials, "optimizer": config.optim.kind, "ops": run.model.ops.names}
+    return step, {**facts, "compile": run.plan.compiled, "precision": config.train.precision}
 
 
 def _step(
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    optimizer: torch.optim.Optimizer,
-    config: Config,
-    on: str,
-    precision: str,
-    batches: Batches,
-) -> Callable[[], None]:
-    """Makes a training step: batch, forward, backward, clipping, optimizer."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    benchmark: Benchmark, model: nn.Module, *, compiled: bool,
+    optimizer: torch.optim.Optimizer | None = None, autocast: bool = True,
+) -> Built:  # fmt: skip
+    """Makes a step of a model that returns the loss, or the logits and the loss, with AdamW."""
+    config, on, optim = benchmark.config, benchmark.on, benchmark.config.optim
+    vocab, shape = config.model.vocab_size or 0, (2, config.global_batch, config.model.context)
+    x, y = torch.randint(vocab, shape, device=on)
+    parameters, betas = [*model.parameters()], (optim.beta1, optim.beta2)
+    adamw = optimizer or torch.optim.AdamW(parameters, lr=optim.lr, betas=betas, fused=True)
+    forward = torch.compile(model, dynamic=False) if compiled else model
 
     def step() -> None:
-        x, y = batches()
-        with device.autocast(on, precision):
-            loss = loss_of(x, y)
-        loss.backward()
-        if config.optim.grad_clip:
-            nn.utils.clip_grad_norm_(parameters, config.optim.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        with device.autocast(on, benchmark.precision if autocast else "fp32"):
+            out = forward(x, y)
+        (out if isinstance(out, Tensor) else out[1]).backward()
+        if optim.grad_clip:
+            nn.utils.clip_grad_norm_(parameters, optim.grad_clip)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
 
-    return step
-
-
-# --- plain PyTorch --------------------------------------------------------------------------------
-
-
-GELUS = {"gelu_tanh": "tanh", "gelu_erf": "none"}
-"""PyTorch's argument for each GELU: GPT-2's, and the exact one of nanoGPT."""
-
-
-class Block(nn.Module):
-    """A GPT-2 block: pre-norm attention and feed-forward, each added to the residual stream."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        C, bias = config.dim, config.bias_at("mlp")
-        self.heads, self.dropout = config.num_heads, config.dropout
-        self.gelu = GELUS[config.activation]
-        self.norm_1, self.norm_2 = nn.LayerNorm(C, bias=bias), nn.LayerNorm(C, bias=bias)
-        self.qkv = nn.Linear(C, 3 * C, bias=bias)
-        self.out = nn.Linear(C, C, bias=bias)
-        self.up = nn.Linear(C, 4 * C, bias=bias)
-        self.down = nn.Linear(4 * C, C, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.shape
-        q, k, v = (
-            part.view(B, T, self.heads, C // self.heads).transpose(1, 2)
-            for part in self.qkv(self.norm_1(x)).split(C, dim=2)
-        )
-        p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        y = self.out(y.transpose(1, 2).reshape(B, T, C))
-        x = x + F.dropout(y, p)
-        y = self.down(F.gelu(self.up(self.norm_2(x)), approximate=self.gelu))
-        return x + F.dropout(y, p)
+    return step, {"compile": compiled, "optimizer": "adamw", "precision": benchmark.precision}
 
 
 class GPT2(nn.Module):
@@ -96,45 +150,40 @@ class GPT2(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.padded_vocab, config.dim)
-        self.positions = nn.Embedding(config.context, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.dim, bias=config.bias_at("mlp"))
-        self.dropout = config.dropout
-        for name, weight in self.named_parameters():
+        C, bias, self.config = config.dim, config.bias_at("mlp"), config
+        norm, linear = partial(nn.LayerNorm, C, bias=bias), partial(nn.Linear, bias=bias)
+        self.tokens = nn.Embedding(config.padded_vocab, C)
+        self.positions = nn.Embedding(config.context, C)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({
+                "norm_1": norm(), "qkv": linear(C, 3 * C), "out": linear(C, C),
+                "norm_2": norm(), "up": linear(C, 4 * C), "down": linear(4 * C, C),
+            })
+            for _ in range(config.num_layers)
+        )  # fmt: skip
+        self.norm = norm()
+        for weight in self.parameters():
             if weight.dim() == 2:
-                last = name.endswith(("out.weight", "down.weight"))
-                std = 0.02 / (math.sqrt(2 * config.num_layers) if last else 1)
-                nn.init.normal_(weight, std=std)
+                nn.init.normal_(weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        x = F.dropout(x, self.dropout, self.training)
-        for block in self.blocks:
-            x = block(x)
+        config, drop = self.config, partial(F.dropout, p=self.config.dropout)
+        x = drop(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
+        blocks: Any = self.blocks
+        for block in blocks:
+            packed = block.qkv(block.norm_1(x)).chunk(3, dim=2)
+            q, k, v = (y.unflatten(2, (config.num_heads, -1)).transpose(1, 2) for y in packed)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=config.dropout, is_causal=True)
+            x = x + drop(block.out(y.transpose(1, 2).flatten(2)))
+            y = F.gelu(block.up(block.norm_2(x)), approximate=GELUS[config.activation])
+            x = x + drop(block.down(y))
         logits = F.linear(self.norm(x), self.tokens.weight)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def plain_step(
-    config: Config, on: str, precision: str, batches: Batches, *, compiled: bool
-) -> Callable[[], None]:
-    """Returns a function that runs a training step of `GPT2`, under torch.compile if `compiled`."""
-    model = GPT2(config.model).to(on)
-    optim = config.optim
-    groups = [
-        {
-            "params": [p for p in model.parameters() if (p.dim() >= 2) == decays],
-            "weight_decay": decay,
-        }
-        for decays, decay in ((True, optim.weight_decay), (False, 0.0))
-    ]
-    betas = (optim.beta1, optim.beta2)
-    adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=betas, fused=True)
-    return _step(torch.compile(model) if compiled else model, adamw, config, on, precision, batches)
-
-
-# --- nanoGPT --------------------------------------------------------------------------------------
+def _plain(benchmark: Benchmark, compiled: bool) -> Built:
+    expect_gpt2(benchmark.config.model)
+    return _step(benchmark, GPT2(benchmark.config.model).to(benchmark.on), compiled=compiled)
 
 
 def nanogpt_module(checkout: Path) -> Any:
@@ -149,166 +198,124 @@ def nanogpt_module(checkout: Path) -> Any:
     return module
 
 
-def nanogpt_step(
-    config: Config, checkout: Path, on: str, precision: str, batches: Batches
-) -> Callable[[], None]:
+def _nanogpt(benchmark: Benchmark, precision: str = "") -> Built:
     """Makes a step as nanoGPT's train.py takes it between two log lines; on CUDA compiled."""
-    module = nanogpt_module(checkout)
-    sizes, optim = config.model, config.optim
-    model = module.GPT(
-        module.GPTConfig(
-            block_size=sizes.context,
-            # nanoGPT pads only GPT-2's vocabulary by default
-            vocab_size=50_304 if sizes.vocab_size == 50_257 else sizes.vocab_size,
-            n_layer=sizes.num_layers,
-            n_head=sizes.num_heads,
-            n_embd=sizes.dim,
-            dropout=sizes.dropout,
-            bias=sizes.bias,
-        )
-    ).to(on)
+    benchmark = replace(benchmark, precision=precision or benchmark.precision)
+    sizes, optim, on = benchmark.config.model, benchmark.config.optim, benchmark.on
+    assert benchmark.nanogpt is not None
+    expect_gpt2(sizes)
+    module = nanogpt_module(benchmark.nanogpt)
+    # nanoGPT pads only GPT-2's vocabulary by default
+    vocab = 50_304 if sizes.vocab_size == GPT2_VOCABULARY else sizes.vocab_size
+    options = module.GPTConfig(
+        block_size=sizes.context, vocab_size=vocab, n_layer=sizes.num_layers,
+        n_head=sizes.num_heads, n_embd=sizes.dim, dropout=sizes.dropout, bias=sizes.bias,
+    )  # fmt: skip
+    model = module.GPT(options).to(on)
     betas = (optim.beta1, optim.beta2)
     adamw = model.configure_optimizers(optim.weight_decay, optim.lr, betas, on)
-    forward = torch.compile(model) if on == "cuda" else model
-    return _step(lambda x, y: forward(x, y)[1], adamw, config, on, precision, batches)
+    return _step(benchmark, model, optimizer=adamw, compiled=on == "cuda")
 
 
-def nanochat_step(config: Config, checkout: Path, on: str, batches: Batches) -> Callable[[], None]:
-    """Makes a compiled step of nanochat's GPT, another network than GPT-2, with fused AdamW.
+def _nanochat(benchmark: Benchmark) -> Built:
+    """Makes a compiled step of nanochat's GPT, another network, which casts by itself.
 
-    Its own optimizer is left out: what counts beside ours is its network, of the same sizes. It
-    casts by itself, without autocast.
+    Its own optimizer is left out: what counts beside ours is its network, of the same sizes.
     """
-    if not (checkout / "nanochat" / "gpt.py").exists():
-        raise UserError(
-            f"--nanochat {checkout}: expected a checkout of nanochat, found no nanochat/gpt.py"
-        )
-    sys.path.insert(0, str(checkout))
+    sizes = benchmark.config.model
+    sys.path.insert(0, str(benchmark.nanochat))
     module = importlib.import_module("nanochat.gpt")
-    sizes, optim = config.model, config.optim
-    with torch.device(on):
-        model = module.GPT(
-            module.GPTConfig(
-                sequence_len=sizes.context, vocab_size=sizes.vocab_size, n_layer=sizes.num_layers,
-                n_head=sizes.num_heads, n_kv_head=sizes.num_heads, n_embd=sizes.dim,
-                window_pattern="L",
-            )
-        )  # fmt: skip
+    options = module.GPTConfig(
+        sequence_len=sizes.context, vocab_size=sizes.vocab_size, n_layer=sizes.num_layers,
+        n_head=sizes.num_heads, n_kv_head=sizes.num_heads, n_embd=sizes.dim, window_pattern="L",
+    )  # fmt: skip
+    with torch.device(benchmark.on):
+        model = module.GPT(options)
     model.init_weights()
-    adamw = torch.optim.AdamW(model.parameters(), lr=optim.lr, fused=True)
-    forward = torch.compile(model, dynamic=False)
-    return _step(forward, adamw, config, on, "fp32", batches)
+    return _step(benchmark, model, compiled=True, autocast=False)
 
 
-# --- llm.c ----------------------------------------------------------------------------------------
+TRAINERS: dict[str, Callable[[Benchmark], Built]] = {
+    "fastgpt": _fastgpt,
+    "fastgpt fp32": partial(_fastgpt, precision="fp32"),
+    "fastgpt triton": partial(_fastgpt, ops=TRITON_OPS),
+    "fastgpt triton, fp32 residual": partial(_fastgpt, ops=TRITON_OPS, residual="fp32"),
+    "eager": partial(_plain, compiled=False),
+    "compiled": partial(_plain, compiled=True),
+    "nanogpt": _nanogpt,
+    "nanogpt fp32": partial(_nanogpt, precision="fp32"),
+    "nanochat": _nanochat,
+}
 
-LLMC_STEP = re.compile(r"step +\d+.*?([\d.]+) ms")
-"""Pattern of the line that both of its programs print for a step (commit f1e2ace)."""
+LLMC_STEPS = 20  # its program for CPUs samples text after the 20th
+LLMC_STEP = re.compile(r"step +\d+.*?([\d.]+) ms")  # in both of its programs (commit f1e2ace)
 LLMC_MEMORY = re.compile(r"allocat(?:ed|ing) (\d+) MiB")
-LLMC_ON_CPU = {"batch": 4, "context": 64}
-"""Sequences in a step and tokens of each, which llm.c's program for CPUs has built in."""
+LLMC_ON_CPU = {"batch": 4, "context": 64}  # its program for CPUs has them built in
 PATIENCE_S = 600
 
 
-def run_llmc(
-    binary: Path, shards: Path, *, layers: int, batch: int, context: int, steps: int
-) -> dict[str, Any]:
-    """Runs llm.c's training of a GPT-2 of that depth on a GPU, with random weights, in bf16.
+def run_llmc(binary: Path, benchmark: Benchmark) -> dict[str, Any]:
+    """Runs llm.c's training of the same network, with random weights: bf16 on a GPU, else fp32.
 
-    Args:
-        binary: `train_gpt2cu`, or a checkout that has it.
-        shards: a folder with `train_*.bin` and `val_*.bin` in its format.
-        layers: depth of the network.
-        batch: sequences in a step.
-        context: tokens of each.
-        steps: number of steps; the first one, which warms up, is not counted.
-
-    Returns:
-        dict[str, Any]: quantiles of a step's seconds, and the bytes that it reports as allocated.
+    Returns facts for the record, with quantiles of all steps but the first, which warms up.
     """
-    shards = shards.absolute()
-    printed, seconds = _run_llmc(
-        binary, "train_gpt2cu", steps, shards, "-i", shards / "train_*.bin", "-j",
-        shards / "val_*.bin", "-e", f"d{layers}", "-b", batch, "-t", context, "-d", batch * context,
-        "-x", steps, "-v", 1_000_000, "-m", 1, "-s", 0, "-r", 0,
-    )  # fmt: skip
-    mib = sum(map(int, LLMC_MEMORY.findall(printed)))
-    return {"seconds": seconds, "peak_bytes": mib * 2**20 or None}
-
-
-def run_llmc_on_cpu(binary: Path, model: ModelConfig, steps: int) -> dict[str, Any]:
-    """Runs llm.c's training of a GPT-2 on a CPU, with random weights and tokens, in fp32.
-
-    Args:
-        binary: `train_gpt2`, or a checkout that has it.
-        model: sizes of the network; the context must hold that of `LLMC_ON_CPU`.
-        steps: number of steps, 3 to 20, after which it samples text; the first one, which warms up,
-            is not counted.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        _write_llmc_files(Path(name), model)
-        _, seconds = _run_llmc(binary, "train_gpt2", steps, Path(name))
-    return {"seconds": seconds}
-
-
-def _run_llmc(
-    binary: Path, name: str, steps: int, folder: Path, *arguments: object
-) -> tuple[str, dict[str, float]]:
-    """Runs a program of llm.c until it has taken its steps, in a folder.
-
-    Returns:
-        tuple[str, dict[str, float]]: what it printed, and quantiles of a step's seconds.
-
-    Raises:
-        UserError: the binary is missing, fails, takes too long, or prints too few steps.
-    """
-    binary = binary / name if binary.is_dir() else binary
+    config, on_gpu = benchmark.config.model, benchmark.on == "cuda"
+    sizes = {"batch": benchmark.config.global_batch, "context": config.context}
+    expect_gpt2(config)
+    if config.vocab_size != GPT2_VOCABULARY:
+        raise UserError(f"needs GPT-2's vocabulary, got {config.vocab_size} tokens")
+    if not on_gpu and sizes != LLMC_ON_CPU:
+        raise UserError(f"has {LLMC_ON_CPU} built in, got {sizes}")
+    name, flags = "train_gpt2", ""
+    if on_gpu:
+        name, steps = "train_gpt2cu", f"-d {benchmark.tokens} -x {LLMC_STEPS} -v 1000000 -m 1 -s 0"
+        flags = f"-e d{config.num_layers} -b {sizes['batch']} -t {config.context} {steps} -r 0"
+    binary = (binary / name if binary.is_dir() else binary).absolute()
     if not binary.exists():
         raise UserError(f"--llmc {binary}: expected llm.c's {name}, found nothing")
-    printed: list[str] = []
-    seconds: list[float] = []
-    screen, its_end = os.openpty()  # into a pipe it would write its lines late
-    with open(screen, errors="replace") as lines:
-        command = [str(binary.absolute()), *map(str, arguments)]
-        try:
-            process = subprocess.Popen(command, cwd=folder, stdout=its_end, stderr=its_end)
-        except OSError as error:
-            raise UserError(f"--llmc {binary} cannot be run: {error.strerror}") from error
-        finally:
-            os.close(its_end)
+    with tempfile.TemporaryDirectory() as folder:
+        _write_llmc_files(Path(folder), benchmark)
+        said = _run_until_trained([str(binary), *flags.split()], folder)
+    bytes_ = 2**20 * sum(map(int, LLMC_MEMORY.findall(said))) if on_gpu else None
+    seconds = [float(ms) / 1e3 for ms in LLMC_STEP.findall(said)][1:]
+    facts = {"optimizer": "adamw", "precision": "bf16" if on_gpu else "fp32", "peak_bytes": bytes_}
+    return {"figure": quantiles(seconds), **facts}
+
+
+def _write_llmc_files(folder: Path, benchmark: Benchmark) -> None:
+    """Writes what both programs read by default: random tokens, and on a CPU random weights."""
+    model, rng, header = benchmark.config.model, np.random.default_rng(0), np.zeros(256, np.int32)
+    L, C, vocab = model.num_layers, model.dim, model.vocab_size or 0
+    if benchmark.on == "cpu":
+        header[:8] = 20240326, 3, model.context, vocab, L, model.num_heads, C, model.padded_vocab
+        parameters = (model.padded_vocab + model.context) * C + L * (12 * C + 13) * C + 2 * C
+        weights = 0.02 * rng.standard_normal(parameters, np.float32)
+        (folder / "gpt2_124M.bin").write_bytes(header.tobytes() + weights.tobytes())
+    tokens = rng.integers(vocab, size=LLMC_STEPS * benchmark.tokens + 1, dtype=np.uint16)
+    header[:8] = 20240520, 1, len(tokens), 0, 0, 0, 0, 0
+    texts = folder / "dev" / "data" / "tinyshakespeare"
+    texts.mkdir(parents=True)
+    for name in ("tiny_shakespeare_train.bin", "tiny_shakespeare_val.bin"):
+        (texts / name).write_bytes(header.tobytes() + tokens.tobytes())
+
+
+def _run_until_trained(command: list[str], folder: str) -> str:
+    """Runs a program of llm.c until it has taken its steps; returns what it printed."""
+    said, pipe = "", subprocess.PIPE
+    command = ["stdbuf", "-oL", *command]  # it would write its lines late
+    with subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=subprocess.STDOUT) as process:
         end = threading.Timer(PATIENCE_S, process.kill)
         end.start()
         try:
-            while len(seconds) < steps and (line := lines.readline()):
-                printed.append(line)
-                seconds += [float(ms) / 1e3 for ms in LLMC_STEP.findall(line)]
-        except OSError:
-            pass  # it has ended
+            for line in process.stdout or ():
+                said += line.decode(errors="replace")
+                if len(LLMC_STEP.findall(said)) == LLMC_STEPS:
+                    break
         finally:
             end.cancel()
             process.kill()
-            process.wait()
-    if len(seconds) < steps:
-        said = next((line.strip() for line in reversed(printed) if line.strip()), "nothing")
-        found = f"{len(seconds)} of {steps} steps in {PATIENCE_S} s, last line: {said}"
-        raise UserError(f"--llmc {binary}: {found}")
-    return "".join(printed), quantiles(seconds[1:])
-
-
-def _write_llmc_files(folder: Path, model: ModelConfig) -> None:
-    """Writes the files that llm.c's program for CPUs reads: random weights and random tokens."""
-    rng, vocab, L, C = np.random.default_rng(0), model.vocab_size, model.num_layers, model.dim
-    assert vocab is not None
-    header = np.zeros(256, np.int32)
-    sizes = (model.context, vocab, L, model.num_heads, C, model.padded_vocab)
-    header[:8] = 20240326, 3, *sizes
-    parameters = (model.padded_vocab + model.context) * C + L * (12 * C + 13) * C + 2 * C
-    weights = 0.02 * rng.standard_normal(parameters, np.float32)
-    (folder / "gpt2_124M.bin").write_bytes(header.tobytes() + weights.tobytes())
-    texts = folder / "dev" / "data" / "tinyshakespeare"
-    texts.mkdir(parents=True)
-    tokens = rng.integers(vocab, size=2**16, dtype=np.uint16)
-    header[:8] = 20240520, 1, len(tokens), 0, 0, 0, 0, 0
-    for split in ("train", "val"):
-        path = texts / f"tiny_shakespeare_{split}.bin"
-        path.write_bytes(header.tobytes() + tokens.tobytes())
+    if (steps := len(LLMC_STEP.findall(said))) < LLMC_STEPS:
+        last = (said.strip().splitlines() or ["nothing"])[-1]
+        found = f"{steps} of {LLMC_STEPS} steps in {PATIENCE_S} s, last line: {last}"
+        raise UserError(f"--llmc {command[2]}: {found}")
+    return said

@@ -8,19 +8,19 @@ COUNT = """
 import json, sys
 from dataclasses import replace
 from pathlib import Path
-from bench import count, implementations
-from bench.step import StepBench, base_config
+from bench import count
+from bench.trainers import Benchmark, base_config, with_batch
 
 folder, compiled, *sizes = sys.argv[1:]
-config = base_config(StepBench(recipe="gpt2-124m", compile=compiled), "cuda", Path(folder, "text"))
-model = replace(config.model, vocab_size=260, dim=64, num_heads=4)
-implementations.write_text(Path(folder, "text"), 260, 5000)
-config = replace(config, model=model)
-benchmark = implementations.Benchmark(config=config, on="cuda", precision="bf16")
+text = Path(folder, "text")
+text.write_text("".join(chr(0x4E00 + i % 260) for i in range(5000)))
+config = base_config("gpt2-124m", "cuda", text, compile=compiled)
+config = replace(config, model=replace(config.model, vocab_size=260, dim=64, num_heads=4))
+whole = with_batch(Benchmark(config=config, on="cuda", precision="bf16"), 16)
+count.chunks_at = lambda *_: 3  # as for GPT-2's vocabulary
 for size in sizes:
-    layers, batch = map(int, size.split("x"))
-    small = count.small(benchmark, layers, batch)
-    print("RESULT", json.dumps(count.count("fastgpt triton", small, 16 * 1024, 3)))
+    found = count.count("fastgpt triton", whole, *map(int, size.split("x")))
+    print("RESULT", json.dumps(dict(zip(("parts", "waits", "allocations"), found))))
 """
 
 
@@ -44,9 +44,13 @@ def sums(found):
 
 WHOLE = """
 import json, sys
+from dataclasses import replace
 from bench import count
-corners = {tuple(at): row | {"flops": 0} for at, row in json.loads(sys.argv[1])}
-print(json.dumps(count.whole(corners, 3, 12)))
+from fastgpt.config.recipes import RECIPES
+config = RECIPES["gpt2-124m"][1]
+model = replace(config.model, num_layers=3, context=64)
+config = replace(config, model=model, train=replace(config.train, batch_tokens=12 * 64))
+print(json.dumps(count.predicted({tuple(at): x for at, x in json.loads(sys.argv[1])}, config)))
 """
 
 
@@ -54,8 +58,9 @@ print(json.dumps(count.whole(corners, 3, 12)))
 def test_a_whole_step_follows_from_four_small_ones(counted, simulated):
     sizes = [(layers, batch) for layers in (1, 2) for batch in (4, 8)]
     *found, larger = counted("off", "1x4", "1x8", "2x4", "2x8", "3x12")
-    whole = json.loads(simulated(WHOLE, json.dumps([*zip(sizes, map(sums, found))])))
-    assert {key: whole[key] for key in sums(larger)} == pytest.approx(sums(larger), rel=1e-3)
+    corners = [(at, x["parts"]) for at, x in zip(sizes, found, strict=True)]
+    whole = {"parts": json.loads(simulated(WHOLE, json.dumps(corners)))}
+    assert sums(whole) == pytest.approx(sums(larger), rel=1e-3)
 
 
 def test_our_step_by_torch_compile(counted):
