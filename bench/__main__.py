@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from bench import measure, records, report
+from bench import measure, records, report, step
 from bench.ops import Case, cases
 from bench.records import OVER_BUDGET, Record, record
 from fastgpt import flags

@@ -102,7 +102,6 @@ def expect_gpt2(model: ModelConfig) -> None:
 
 
 TRITON_OPS = OpsConfig(attention="triton", loss="chunked", kernels="triton")
-PLAIN_OPS = OpsConfig(attention="torch", loss="torch", kernels="torch")
 
 
 def _fastgpt(benchmark: Benchmark, ops: OpsConfig | None = None, **settings: Any) -> Built:

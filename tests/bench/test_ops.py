@@ -297,7 +297,7 @@ def test_what_the_budget_leaves_out_is_recorded(tmp_path):
         ("step", "gpt3", "unknown recipe 'gpt3'"),
         ("step", "--implementations eagre", "unknown implementation 'eagre'; did you mean 'eager'"),
         ("step", "--implementations nanogpt", "implementation nanogpt needs --nanogpt PATH"),
-        ("step", "--batch 4 0", "--batch 0: expected 1 or more"),
+        ("step", "--batch 4 0", "--batch is 0: expected 1 or more"),
         ("race", "", "missing: --nanogpt (see python -m bench.race --help)"),
         ("reproduce", "--device gpu", "--device is 'gpu': expected"),
         ("generate", "shakespeare-cpu --tokens 1", "--tokens is 1: expected at most 64 in all"),
