@@ -29,6 +29,7 @@ def plan(monkeypatch, tmp_path, capsys):
         made = {x: s._replace(command=f"-c {shlex.quote(s.command)}") for x, s in stages.items()}
         monkeypatch.setattr(gpu, "STAGES", made)
         monkeypatch.setattr(gpu, "PLANS", {"first": (seconds, groups)})
+        monkeypatch.setattr(gpu, "CARRIED", tmp_path / "nothing")
         monkeypatch.setattr(gpu, "BEGAN", time.monotonic())
         monkeypatch.setattr("signal.signal", lambda *_: None)
         return gpu.main(["--out", str(tmp_path)]), capsys.readouterr().out
