@@ -1,11 +1,11 @@
 """Breaks a training step's time into parts: its kernels by kind, and the time without a kernel.
 
-The times come from torch's profiler. A GPU's kernels are told apart by their names, a CPU's ops by
-theirs, without the ops inside them. Time that no kernel covers belongs to the host: a gap, or
-waiting for data.
+torch's profiler sees a GPU's kernels, or a CPU's ops; their names tell them apart. Time that no
+kernel covers belongs to the host: a gap, or waiting for data.
 """
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -55,13 +55,12 @@ def profile(step: Callable[[], None], on: str, trace: Path | None = None) -> dic
     step()
     synchronize(on)
     before = waited()
-    with (
-        torch.profiler.profile(activities=kinds) as profiler,
-        torch.profiler.record_function("fastgpt::steps"),
-    ):
+    with torch.profiler.profile(activities=kinds) as profiler:
+        start = time.perf_counter()
         for _ in range(STEPS):
             step()
         synchronize(on)
+        seconds = time.perf_counter() - start
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
     events: list[Any] = list(profiler.events() or ())
@@ -69,8 +68,7 @@ def profile(step: Callable[[], None], on: str, trace: Path | None = None) -> dic
     spent, busy, kernels = _of_kernels(on_gpu) if on == "cuda" else _of_ops(events)
     if not busy:
         raise UserError("the profiler saw no kernel; it may lack access to the GPU's counters")
-    mark = next(e for e in events if e.name == "fastgpt::steps" and e not in on_gpu)
-    idle = max(mark.time_range.elapsed_us() - busy, 0.0)
+    idle = max(1e6 * seconds - busy, 0.0)
     spent["data wait"] = min(1e6 * (waited() - before), idle)
     spent["host gap"] = idle - spent["data wait"]
     return {"parts": {part: spent[part] / STEPS / 1e3 for part in PARTS}, "kernels": kernels}
@@ -83,7 +81,7 @@ def _of_kernels(events: list[Any]) -> tuple[Counter[str], float, list[Any]]:
     """
     spent, us, launches = Counter[str](), Counter[str](), Counter[str]()
     busy, reached = 0.0, float("-inf")
-    ranges = ("fastgpt::", "Optimizer.", "ProfilerStep")
+    ranges = ("Optimizer.", "ProfilerStep")
     for event in sorted(events, key=lambda event: event.time_range.start):
         if event.name.startswith(ranges) or getattr(event, "is_user_annotation", False):
             continue
@@ -111,7 +109,7 @@ def _of_ops(events: list[Any]) -> tuple[Counter[str], float, list[Any]]:
         part = next((p for p in map(part_of, chain) if p != "other"), "other")
         if any(name.startswith("Optimizer.step") for name in chain):
             part = "optimizer"  # Muon multiplies matrices, too
-        if "::" in event.name and event.name != "fastgpt::steps":
+        if "::" in event.name:
             spent[part] += event.self_cpu_time_total
     return spent, sum(spent.values()), []
 
@@ -130,13 +128,11 @@ def limits(model: ModelConfig, tokens: int, size: int, peaks: dict[str, float]) 
     weights = L * C * ((2 * H + 2 * K) * D + (gates + 1) * F) + V * C
     heads, rows = {"B": tokens // T, "T": T, "H": H, "D": D}, {"M": tokens, "N": C}
     attention = limit(*SPECS["attention"].work(heads, size)["both"], peaks)[0]
-    first, later = (
-        SPECS[op].work(rows, size)["both"][1] for op in ("layer_norm", "add_layer_norm")
-    )
+    norm, added = (SPECS[op].work(rows, size)["both"][1] for op in ("layer_norm", "add_layer_norm"))
     seconds = {
         "GEMM": 6 * weights * tokens / peaks["matmul"],
         "attention": L * attention,
-        "norm": (first + 2 * L * later) / peaks["copy"],
+        "norm": (norm + 2 * L * added) / peaks["copy"],
         "loss": 2 * tokens * V * size / peaks["copy"],
         "optimizer": 28 * (weights + T * C) / peaks["copy"],
     }
@@ -156,11 +152,10 @@ COUNTED = {
 def foretold(counts: dict[str, dict[str, float]], peaks: dict[str, float]) -> dict[str, float]:
     """Computes the milliseconds of a step's parts from what `bench.count` counted, GEMM with loss.
 
-    A part takes as long as its bytes or its products, whichever take longer at this machine's
-    rates.
+    A part takes as long as its bytes or products do at this machine's rates, whichever is longer.
     """
-
-    def ms(row: dict[str, float]) -> float:
-        return 1e3 * limit(row["flops"], row["read"] + row["written"], peaks)[0]
-
-    return {part: sum(ms(counts[name]) for name in names) for part, names in COUNTED.items()}
+    found = dict[str, float]()
+    for part, names in COUNTED.items() if counts else ():
+        rows = [counts[name] for name in names]
+        found[part] = 1e3 * sum(limit(x["flops"], x["read"] + x["written"], peaks)[0] for x in rows)
+    return found

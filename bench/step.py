@@ -83,8 +83,7 @@ class StepBench:
 def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
     """Returns the trainers asked for, or all that make sense on the device; checks the options."""
     if min((bench.rounds, *bench.batch)) < 1:
-        given = f"--rounds is {bench.rounds}, --batch is {bench.batch}"
-        raise UserError(f"{given}: expected numbers from 1")
+        raise UserError(f"--rounds {bench.rounds}, --batch {bench.batch}: expected 1 or more")
     for name in bench.implementations:
         if name not in TRAINERS:
             raise unknown_name("implementation", name, TRAINERS)
@@ -141,8 +140,7 @@ def answers(name: str, benchmark: Benchmark, rounds: int) -> Iterator[Found]:
 
 
 def serve(pipe: Connection, caches: Path, *args: Any) -> None:
-    """Sends each answer, or why there is none, and waits until it is asked for the next."""
-    # empty folders make a cold start
+    """Sends each answer, or why there is none, and waits for a request; its caches begin empty."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches / "inductor")
     os.environ["TRITON_CACHE_DIR"] = str(caches / "triton")
     try:
@@ -229,8 +227,8 @@ def measured(bench: StepBench, on: str, names: tuple[str, ...], folder: Path) ->
         benchmark = trainers.with_batch(base, batch)
         case = f"step/{config.recipe}/B={batch}" + (f"/T={bench.context}" if bench.context else "")
         for name, found in in_turns(names, benchmark, bench, folder / "caches"):
-            more = {} if "why" in found else derived(name, benchmark, found, rates)
             about = {"precision": precision, "shape": {"B": batch, "T": config.model.context}}
+            more = {} if "why" in found else derived(name, benchmark, found, rates)
             yield record(case, name, **about | found | more, state=records.state(on))
 
 
@@ -240,11 +238,9 @@ def derived(name: str, benchmark: Benchmark, found: Found, rates: dict[str, floa
     peaks, speed = peaks_of(rates, precision), tokens / found["figure"]["p50"]
     mfu = speed * flops_per_token(model) / peaks["matmul"]
     more = {"tok_per_s": speed, "mfu": mfu, "mfu_convention": MFU_CONVENTION, "peaks": peaks}
-    if "parts" in found:
-        more["limits"] = parts.limits(model, tokens, 4 if precision == "fp32" else 2, peaks)
-    counted = benchmark.on == "cuda" and precision == "bf16"
-    if counted and (counts := recorded(name, benchmark.config)):
-        more["foretold"] = parts.foretold(counts, peaks)
+    more["limits"] = parts.limits(model, tokens, 4 if precision == "fp32" else 2, peaks)
+    if benchmark.on == "cuda" and precision == "bf16":
+        more["foretold"] = parts.foretold(recorded(name, benchmark.config) or {}, peaks)
     return more
 
 
@@ -260,14 +256,11 @@ def said(row: Record, ours: Record | None) -> str:
 
 def explain(row: Record) -> None:
     """Prints each part of a step, the furthest over its limit first, and what counts foretell."""
-    print(f"{row['case']} {row['implementation']}: {row.get('no_parts', 'parts of a step')}")
-    lines, foretold = [], row.get("foretold", {})
-    for part, ms in row.get("parts", {}).items():
-        least = row["limits"][part]
-        lines.append((part, ms, least, ms - least, foretold.get(part, 0.0)))
-    lines.sort(key=lambda line: -line[3])
-    cells = ((part, *(f"{ms:.2f}" for ms in line)) for part, *line in lines)
-    report.show("part|ms|limit ms|over it|foretold ms, GEMM with loss", cells)
+    found = [row.get(key, {}) for key in ("parts", "limits", "foretold")]
+    order = sorted(found[0], key=lambda part: found[1][part] - found[0][part])
+    lines = [(part, *(f"{ms[part]:.2f}" if part in ms else "-" for ms in found)) for part in order]
+    report.show("part|ms|limit ms|foretold ms, GEMM with loss", lines)
+    print(row.get("no_parts", ""))
 
 
 def run(bench: StepBench) -> list[Record]:
@@ -280,21 +273,20 @@ def run(bench: StepBench) -> list[Record]:
         for row in measured(bench, on, names, Path(folder)):
             writer.write(row)
             rows.append(row)
-            case, timed = row["case"], [row for row in rows if row["figure"]]
-            ours = next((x for x in timed if is_ours(x) and x["case"] == case), None)
-            print(f"{case} {row['implementation']}: {said(row, ours)}", flush=True)
-    for row in filter(is_ours, timed if bench.explain else ()):
-        explain(row)
+            same = (x for x in rows if x["case"] == row["case"] and x["figure"])
+            ours = next(filter(is_ours, same), None)
+            print(f"{row['case']} {row['implementation']}: {said(row, ours)}", flush=True)
+            if bench.explain and is_ours(row) and row["figure"]:
+                explain(row)
     wanted = {name for name in names if name.startswith("fastgpt")} or {*names}
-    if wanted.isdisjoint(row["implementation"] for row in timed):
+    if not any(row["figure"] and row["implementation"] in wanted for row in rows):
         raise UserError(f"{' and '.join(wanted)} took no step; the reasons are above")
+    print(f"recorded in {writer.path}")
     return rows
 
 
 def main(argv: list[str]) -> None:
-    bench = flags.command(StepBench, argv, prog="python -m bench.step")
-    run(bench)
-    print(f"recorded in {bench.out or records.RESULTS / records.LOCAL}")
+    run(flags.command(StepBench, argv, prog="python -m bench.step"))
 
 
 if __name__ == "__main__":

@@ -54,8 +54,7 @@ class Benchmark:
     precision: str
     nanogpt: Path | None = None
     nanochat: Path | None = None
-    traces: Path | None = None
-    """Folder for a Chrome trace of each of fastgpt's steps."""
+    traces: Path | None = None  # folder for Chrome traces of fastgpt's steps
 
     @property
     def tokens(self) -> int:
@@ -63,20 +62,17 @@ class Benchmark:
 
 
 def base_config(
-    recipe: str, on: str, text: Path, *, compile: Literal["auto", "on", "off"] = "auto",
-    tiny: bool = False, **given: float | None,
+    recipe: str, on: str, text: Path, *, context: int | None = None,
+    compile: Literal["auto", "on", "off"] = "auto", tiny: bool = False,
 ) -> Config:  # fmt: skip
-    """Returns a recipe's settings, on random text of its vocabulary; writes the text if need be.
-
-    `given` are settings of the model; those that are None stay the recipe's.
-    """
+    """Returns a recipe's settings, on random text of its vocabulary; writes the text if need be."""
     if recipe == "auto":
         recipe = "gpt2-124m" if on == "cuda" else "shakespeare-char"
     if recipe not in RECIPES:
         raise unknown_name("recipe", recipe, RECIPES)
     config = RECIPES[recipe][1]
     vocab = (not tiny and config.model.vocab_size) or VOCABULARY
-    sizes = (TINY if tiny else {}) | {name: x for name, x in given.items() if x is not None}
+    sizes = (TINY if tiny else {}) | ({"context": context} if context else {})
     if not text.exists():
         # Chinese, because a character tokenizer must keep 50,257 of them apart; each occurs
         letters = [chr(i) for i in (*range(0x4E00, 0x9F00), *range(0x20000, 0x2A600))][:vocab]
@@ -188,7 +184,7 @@ def _plain(benchmark: Benchmark, compiled: bool) -> Built:
 
 
 def imported(peer: str, checkout: Path | None) -> Path:
-    """Returns the file of a peer's checkout that is imported; raises `UserError` if it lacks."""
+    """Returns the file of a peer's checkout that is imported; raises `UserError` without it."""
     name = {"nanogpt": "model.py", "nanochat": "nanochat/gpt.py"}[peer]
     if checkout is None or not (checkout / name).exists():
         raise UserError(f"--{peer} is {checkout}: expected the path of a checkout with {name}")
@@ -221,10 +217,7 @@ def _nanogpt(benchmark: Benchmark, precision: str = "") -> Built:
 
 
 def _nanochat(benchmark: Benchmark) -> Built:
-    """Makes a compiled step of nanochat's GPT, another network, which casts by itself.
-
-    Its own optimizer is left out: what counts beside ours is its network, of the same sizes.
-    """
+    """Makes a step of nanochat's GPT, another network of the same sizes, which casts by itself."""
     sizes = benchmark.config.model
     sys.path.insert(0, str(benchmark.nanochat))
     module = importlib.import_module("nanochat.gpt")
@@ -235,7 +228,7 @@ def _nanochat(benchmark: Benchmark) -> Built:
     with torch.device(benchmark.on):
         model = module.GPT(options)
     model.init_weights()
-    return _step(benchmark, model, compiled=True, autocast=False)
+    return _step(benchmark, model, compiled=True, autocast=False)  # and AdamW, not its own
 
 
 TRAINERS: dict[str, Callable[[Benchmark], Built]] = {
@@ -252,30 +245,23 @@ TRAINERS: dict[str, Callable[[Benchmark], Built]] = {
 
 LLMC_STEPS, PATIENCE_S = 20, 600
 LLMC_STEP = re.compile(r"step +\d+.*?([\d.]+) ms")  # what it prints (commit f1e2ace)
-LLMC_MEMORY = re.compile(r"allocat(?:ed|ing) (\d+) MiB")
 
 
 def run_llmc(binary: Path, benchmark: Benchmark) -> dict[str, Any]:
-    """Runs llm.c's training of the same network in bf16, with random weights and tokens.
-
-    Returns facts for the record, with quantiles of all steps but the first, which warms up.
-    """
+    """Runs llm.c's training of the same network in bf16; its first step only warms up."""
     model, batch, binary = benchmark.config.model, benchmark.config.global_batch, binary.absolute()
     expect_gpt2(model)
     if model.vocab_size != GPT2_VOCABULARY or benchmark.on == "cpu":
         raise UserError(f"needs CUDA and GPT-2's vocabulary, got {model.vocab_size} tokens")
     binary = binary / "train_gpt2cu" if binary.is_dir() else binary
-    flags = f"-e d{model.num_layers} -b {batch} -t {model.context} -d {benchmark.tokens}"
-    command = [binary, *f"{flags} -x {LLMC_STEPS} -v 1000000 -m 1 -s 0 -r 0".split()]
-    tokens = np.random.default_rng(0).integers(GPT2_VOCABULARY, size=20 * benchmark.tokens + 1)
-    header = np.zeros(256, np.int32)
-    header[:3] = 20240520, 1, len(tokens)
+    flags = f"-i tokens -j tokens -e d{model.num_layers} -b {batch} -t {model.context}"
+    flags += f" -d {benchmark.tokens} -x {LLMC_STEPS} -v 1000000 -m 1 -s 0 -r 0"
+    number = LLMC_STEPS * benchmark.tokens + 1
+    tokens = np.random.default_rng(0).integers(GPT2_VOCABULARY, size=number, dtype=np.uint16)
+    header = np.array([20240520, 1, number, *[0] * 253], np.int32)
     with tempfile.TemporaryDirectory() as folder:
-        texts = Path(folder, "dev/data/tinyshakespeare")  # which it reads by default
-        texts.mkdir(parents=True)
-        for name in ("tiny_shakespeare_train.bin", "tiny_shakespeare_val.bin"):
-            (texts / name).write_bytes(header.tobytes() + tokens.astype(np.uint16).tobytes())
-        log = texts / "log"
+        Path(folder, "tokens").write_bytes(header.tobytes() + tokens.tobytes())
+        log, command = Path(folder, "log"), [binary, *flags.split()]
         with log.open("w") as file, suppress(subprocess.TimeoutExpired):
             subprocess.run(command, cwd=folder, stdout=file, stderr=file, timeout=PATIENCE_S)
         said = log.read_text(errors="replace")
@@ -283,6 +269,6 @@ def run_llmc(binary: Path, benchmark: Benchmark) -> dict[str, Any]:
     if len(seconds) < LLMC_STEPS:
         last = (said.strip().splitlines() or ["nothing"])[-1]
         raise UserError(f"--llmc {binary}: {len(seconds)} of {LLMC_STEPS} steps, last line: {last}")
-    memory = 2**20 * sum(map(int, LLMC_MEMORY.findall(said)))
-    facts = {"optimizer": "adamw", "precision": "bf16", "peak_bytes": memory}
+    mib = sum(map(int, re.findall(r"allocat(?:ed|ing) (\d+) MiB", said)))
+    facts = {"optimizer": "adamw", "precision": "bf16", "peak_bytes": 2**20 * mib}
     return {"figure": quantiles(seconds[1:]), **facts}
