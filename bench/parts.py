@@ -68,7 +68,7 @@ def profile(step: Callable[[], None], on: str, trace: Path | None = None) -> dic
     spent, busy, kernels = _of_kernels(on_gpu) if on == "cuda" else _of_ops(events)
     if not busy:
         raise UserError("the profiler saw no kernel; it may lack access to the GPU's counters")
-    idle = max(1e6 * seconds - busy, 0.0)
+    idle: Any = max(1e6 * seconds - busy, 0.0)
     spent["data wait"] = min(1e6 * (waited() - before), idle)
     spent["host gap"] = idle - spent["data wait"]
     return {"parts": {part: spent[part] / STEPS / 1e3 for part in PARTS}, "kernels": kernels}

@@ -131,9 +131,9 @@ def answers(name: str, benchmark: Benchmark, rounds: int) -> Iterator[Found]:
     peak = torch.cuda.max_memory_allocated() if on == "cuda" else resident
     facts |= {"figure": quantiles(seconds), "peak_bytes": peak}
     file = f"{records.slug(name)}-{benchmark.config.global_batch}.trace.json.gz"
-    traced = benchmark.traces is not None and name.startswith("fastgpt")
+    traces = benchmark.traces if name.startswith("fastgpt") else None
     try:
-        facts |= parts.profile(step, on, benchmark.traces / file if traced else None)
+        facts |= parts.profile(step, on, traces / file if traces else None)
     except Exception as error:  # the times stand without it
         facts["no_parts"] = in_one_line(error)
     yield facts

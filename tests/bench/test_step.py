@@ -14,15 +14,14 @@ from fastgpt.errors import UserError
 STAND_IN = """
 import os, torch
 from types import SimpleNamespace as GPTConfig
-class GPT(torch.nn.Linear):
+class GPT(torch.nn.Embedding):
     def __init__(self, config):
-        super().__init__(1, config.vocab_size)
+        super().__init__(config.vocab_size, config.vocab_size)
         os.mkdir(__file__ + ".built")
     def configure_optimizers(self, *_):
         return torch.optim.AdamW(self.parameters())
     def forward(self, x, y):
-        logits = super().forward(x[..., None].float())
-        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        return None, torch.nn.functional.cross_entropy(super().forward(x).mT, y)
 """
 
 
@@ -50,17 +49,17 @@ def test_trainers_take_turns_and_one_that_fails_is_named(tmp_path, capfd, one_th
         assert row["peak_bytes"] > 1e7
     assert rows["fastgpt"]["parts"]["GEMM"] > rows["fastgpt"]["limits"]["GEMM"] > 0
     assert (tmp_path / "out" / "fastgpt-4.trace.json.gz").exists()
-    assert set(parts.PARTS) < {line[2:13].strip() for line in capfd.readouterr().out.splitlines()}
+    printed = capfd.readouterr().out
+    assert all(f"│ {part} " in printed for part in parts.PARTS)
 
 
 def test_without_a_figure_of_ours_the_command_fails(tmp_path, monkeypatch):
     figure = dict.fromkeys(("p20", "p50", "p80"), 1.0)
     row = records.record("step/baby/B=1", "eager", figure, tok_per_s=1, mfu=0.1, peak_bytes=None)
     monkeypatch.setattr(step, "measured", lambda *_: iter([row]))
-    assert step.run(asked(tmp_path, "eager")) == [row]
     with pytest.raises(UserError, match="fastgpt took no step"):
         step.run(asked(tmp_path, "fastgpt", "eager"))
-    assert len(records.read(tmp_path / "out")) == 2
+    assert [row["figure"] for row in records.read(tmp_path / "out")] == [figure]
 
 
 PLAN = trainers.Benchmark(config=RECIPES["gpt2-124m"][1], on="cuda", precision="bf16")
@@ -81,12 +80,9 @@ def test_turns_alternate_and_a_trainer_that_fails_keeps_its_reason(monkeypatch, 
     assert found == {"A": {"number": 5}, "B": {"why": "out of memory"}}
 
 
-def test_a_process_that_dies_and_a_profiler_that_sees_nothing_are_noticed(monkeypatch):
+def test_a_process_that_dies_is_noticed(monkeypatch):
     monkeypatch.setattr(step, "serve", os.abort)
     assert "ended early" in [*step.process()][-1]["why"]
-    monkeypatch.setattr(parts, "_of_ops", lambda events: ({}, 0.0, []))
-    with pytest.raises(UserError, match="saw no kernel"):
-        parts.profile(lambda: None, "cpu")
 
 
 def test_random_text_has_the_vocabulary_it_should(tmp_path):
@@ -95,27 +91,25 @@ def test_random_text_has_the_vocabulary_it_should(tmp_path):
     assert len(found) == config.model.vocab_size == 50_257
 
 
-LINES = [f"step {n:4}/20 | loss 10.95 | {900 if n == 0 else 110}.00 ms |" for n in range(20)]
-
-
-@pytest.mark.parametrize("printed", ["\n".join(LINES), "\n".join(LINES[:2]), ""])
-def test_llmc_is_given_tokens_and_must_take_its_steps(tmp_path, monkeypatch, printed):
-    said = f"allocating 1237 MiB for activations\n{printed}"
+@pytest.mark.parametrize("steps", [20, 2])
+def test_llmc_is_given_tokens_and_must_take_its_steps(tmp_path, monkeypatch, steps):
+    lines = [f"step {n:4}/20 | loss 10.95 | {110 if n else 900}.00 ms |" for n in range(steps)]
+    said = "\n".join(["allocating 1237 MiB for activations", *lines])
     script = f'cp tokens {tmp_path}; echo "$@" >{tmp_path}/asked; echo "{said}"; exec sleep 2'
     (tmp_path / "train_gpt2cu").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "train_gpt2cu").chmod(0o755)
     monkeypatch.setattr(trainers, "PATIENCE_S", 1)
     plan = trainers.with_batch(PLAN, 1)
-    if len(lines := printed.splitlines()) < 20:
-        with pytest.raises(UserError, match=f": {len(lines)} of 20 steps, last line: [sa]"):
+    if steps < 20:
+        with pytest.raises(UserError, match="train_gpt2cu: 2 of 20 steps, last line: step    1"):
             trainers.run_llmc(tmp_path, plan)
         return
     found = trainers.run_llmc(tmp_path, plan)
     assert found["figure"]["p50"] == pytest.approx(0.110)  # the first step warms up
     assert (found["figure"]["samples"], found["peak_bytes"]) == (19, 1237 * 2**20)
-    tokens = np.fromfile(tmp_path / "tokens", np.uint16, offset=1024)
-    assert tokens.max() < 50_257
-    assert len(tokens) == np.fromfile(tmp_path / "tokens", np.int32, 3)[2] == 20 * 1024 + 1
+    header, tokens = (np.fromfile(tmp_path / "tokens", kind) for kind in (np.int32, np.uint16))
+    assert tokens[512:].max() < 50_257
+    assert len(tokens[512:]) == header[2] == 20 * 1024 + 1
     assert "-e d12 -b 1 -t 1024 -d 1024 -x 20" in (tmp_path / "asked").read_text()
 
 
@@ -147,8 +141,8 @@ def test_parts_are_told_with_limits_and_counts_the_furthest_over_its_limit_first
 
 def test_kernels_of_a_gpu_are_summed_by_part_and_ranges_around_them_are_not():
     times = {"_attention_fwd": (8, 12), "nvjet": (0, 10), "ProfilerStep#1": (0, 100)}
-    spans = {name: SimpleNamespace(start=a, end=b) for name, (a, b) in times.items()}
-    events = [SimpleNamespace(name=name, time_range=span) for name, span in spans.items()]
+    spans = [(name, SimpleNamespace(start=a, end=b)) for name, (a, b) in times.items()]
+    events = [SimpleNamespace(name=name, time_range=span) for name, span in spans]
     spent, busy, kernels = parts._of_kernels(events)
     assert (spent, busy) == ({"GEMM": 10, "attention": 4}, 12)
     assert kernels[0] == ("nvjet", 10 / parts.STEPS / 1e3, 1 / parts.STEPS)
