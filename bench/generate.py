@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from bench import records, report
 from bench.measure import Timed, Timer, quantiles
-from bench.trainers import expect_gpt2, nanogpt_module
+from bench.trainers import expect_gpt2, nanogpt_model
 from fastgpt import flags
 from fastgpt.commands import installed
 from fastgpt.config.recipes import RECIPES
@@ -89,12 +89,7 @@ def run(bench: GenerateBench) -> Iterator[records.Record]:
     }
     alone: dict[str, Any] = dict(rivals)
     if bench.nanogpt is not None:  # which continues no prompts of several lengths
-        module = nanogpt_module(bench.nanogpt)
-        sizes = module.GPTConfig(
-            block_size=config.context, vocab_size=config.padded_vocab, n_layer=config.num_layers,
-            n_head=config.num_heads, n_embd=config.dim, dropout=0.0, bias=config.bias,
-        )  # fmt: skip
-        nanogpt = module.GPT(sizes).eval()
+        nanogpt = nanogpt_model(config, bench.nanogpt).eval()
         alone["nanogpt"] = lambda prompts: nanogpt.generate(torch.stack(prompts), tokens, top_k=1)
     longest = [*torch.randint(vocab, (4, bench.prompt))]
     shorter = [prompt[: bench.prompt * (i + 1) // 4] for i, prompt in enumerate(longest)]

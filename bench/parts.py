@@ -1,11 +1,11 @@
 """Breaks a training step's time into parts: its kernels by kind, and the time without a kernel.
 
-The times come from torch's profiler. A GPU's kernels are told apart by their names, a CPU's ops by
-theirs, without the ops inside them. Time that no kernel covers belongs to the host: a gap, or
-waiting for data.
+torch's profiler sees a GPU's kernels, or a CPU's ops; their names tell them apart. Time that no
+kernel covers belongs to the host: a gap, or waiting for data.
 """
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -44,27 +44,23 @@ def part_of(name: str) -> str:
 
 
 def profile(step: Callable[[], None], on: str, trace: Path | None = None) -> dict[str, Any]:
-    """Measures the milliseconds of one training step by part, averaged over a few steps.
+    """Returns the milliseconds of a step's `parts`, and of a GPU's largest `kernels`.
 
-    Kernels that overlap on a GPU count in full, each in its part. `step.waited`, if it is there,
-    returns the seconds spent in waiting for data. A Chrome trace is written to `trace`.
-
-    Returns:
-        dict[str, Any]: `parts`, the milliseconds of each; `kernels`, on a GPU: (name, milliseconds,
-            launches) of the LARGEST in a step.
+    Kernels are (name, milliseconds, launches). Those that overlap count in full, each in its part.
+    `step.waited`, if it is there, returns the seconds spent in waiting for data. A Chrome trace is
+    written to `trace`.
     """
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (on == "cuda")
     waited: Callable[[], float] = getattr(step, "waited", lambda: 0.0)
     step()
     synchronize(on)
     before = waited()
-    with (
-        torch.profiler.profile(activities=kinds) as profiler,
-        torch.profiler.record_function("fastgpt::steps"),
-    ):
+    with torch.profiler.profile(activities=kinds) as profiler:
+        start = time.perf_counter()
         for _ in range(STEPS):
             step()
         synchronize(on)
+        seconds = time.perf_counter() - start
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
     events: list[Any] = list(profiler.events() or ())
@@ -72,8 +68,7 @@ def profile(step: Callable[[], None], on: str, trace: Path | None = None) -> dic
     spent, busy, kernels = _of_kernels(on_gpu) if on == "cuda" else _of_ops(events)
     if not busy:
         raise UserError("the profiler saw no kernel; it may lack access to the GPU's counters")
-    mark = next(e for e in events if e.name == "fastgpt::steps" and e not in on_gpu)
-    idle = max(mark.time_range.elapsed_us() - busy, 0.0)
+    idle: Any = max(1e6 * seconds - busy, 0.0)
     spent["data wait"] = min(1e6 * (waited() - before), idle)
     spent["host gap"] = idle - spent["data wait"]
     return {"parts": {part: spent[part] / STEPS / 1e3 for part in PARTS}, "kernels": kernels}
@@ -86,7 +81,7 @@ def _of_kernels(events: list[Any]) -> tuple[Counter[str], float, list[Any]]:
     """
     spent, us, launches = Counter[str](), Counter[str](), Counter[str]()
     busy, reached = 0.0, float("-inf")
-    ranges = ("fastgpt::", "Optimizer.", "ProfilerStep")
+    ranges = ("Optimizer.", "ProfilerStep")
     for event in sorted(events, key=lambda event: event.time_range.start):
         if event.name.startswith(ranges) or getattr(event, "is_user_annotation", False):
             continue
@@ -114,78 +109,53 @@ def _of_ops(events: list[Any]) -> tuple[Counter[str], float, list[Any]]:
         part = next((p for p in map(part_of, chain) if p != "other"), "other")
         if any(name.startswith("Optimizer.step") for name in chain):
             part = "optimizer"  # Muon multiplies matrices, too
-        if "::" in event.name and event.name != "fastgpt::steps":
+        if "::" in event.name:
             spent[part] += event.self_cpu_time_total
     return spent, sum(spent.values()), []
 
 
-def limits(
-    model: ModelConfig, tokens: int, size: int, peaks: dict[str, float], *, muon: bool = False
-) -> dict[str, float]:
+def limits(model: ModelConfig, tokens: int, size: int, peaks: dict[str, float]) -> dict[str, float]:
     """Computes the shortest time in milliseconds that each part of a step can take on this machine.
 
     GEMM: 6 FLOPs for each weight and token. Attention: what its `Spec` counts, forward and
     backward. Norm: the bytes of 2 L + 1 of them, all but the first after a sum. Loss: the logits
-    read once and their gradient written. Optimizer: AdamW's 28 bytes for each parameter, and Muon's
-    5 iterations with the blocks' matrices. The other parts have no such limit. `size` is the bytes
-    of an activation, `peaks` are the rates of `matmul` and `copy`.
+    read once and their gradient written. Optimizer: AdamW's 28 bytes for each parameter. The other
+    parts have no such limit. `size` is the bytes of an activation.
     """
     L, C, V, T, F = model.num_layers, model.dim, model.padded_vocab, model.context, model.ffn_width
     H, D, K = model.num_heads, model.head_dim, model.kv_heads
     gates = 2 if model.activation == "swiglu" else 1
-    shapes = [(C, (H + 2 * K) * D), (H * D, C), (C, gates * F), (F, C)]
-    weights = L * sum(rows * columns for rows, columns in shapes) + V * C
-    pairs = [(min(shape), max(shape)) for shape in shapes] if muon else []
-    iterated = 5 * L * sum(2 * m * m * (2 * n + m) for m, n in pairs)
+    weights = L * C * ((2 * H + 2 * K) * D + (gates + 1) * F) + V * C
     heads, rows = {"B": tokens // T, "T": T, "H": H, "D": D}, {"M": tokens, "N": C}
     attention = limit(*SPECS["attention"].work(heads, size)["both"], peaks)[0]
-    first, later = (
-        SPECS[op].work(rows, size)["both"][1] for op in ("layer_norm", "add_layer_norm")
-    )
+    norm, added = (SPECS[op].work(rows, size)["both"][1] for op in ("layer_norm", "add_layer_norm"))
     seconds = {
         "GEMM": 6 * weights * tokens / peaks["matmul"],
         "attention": L * attention,
-        "norm": (first + 2 * L * later) / peaks["copy"],
+        "norm": (norm + 2 * L * added) / peaks["copy"],
         "loss": 2 * tokens * V * size / peaks["copy"],
-        "optimizer": 28 * (weights + T * C) / peaks["copy"] + iterated / peaks["matmul"],
+        "optimizer": 28 * (weights + T * C) / peaks["copy"],
     }
     return {part: 1e3 * seconds.get(part, 0.0) for part in PARTS}
 
 
-def explain(spent: dict[str, float], least: dict[str, float]) -> list[str]:
-    """Describes the three parts that take the most time beyond their limit, one per line."""
-    lines = []
-    for part in sorted(PARTS, key=lambda part: least[part] - spent[part])[:3]:
-        share = f"{least[part] / spent[part]:.0%} of its limit" if spent[part] else "nothing"
-        over = f"{spent[part] - least[part]:.2f} ms over the {least[part]:.2f} ms"
-        lines.append(f"{part}: {spent[part]:.2f} ms, {over} it cannot go below ({share})")
-    return lines
+COUNTED = {
+    "GEMM": ("projections", "head and loss"),
+    "attention": ("attention",),
+    "norm": ("norms",),
+    "optimizer": ("clipping", "optimizer"),
+    "other": ("data", "embedding and casts", "activation", "other"),
+}
+"""Parts here, and the parts of `bench.count` in them; the head is not counted without its loss."""
 
 
-GROUPS = (
-    ("products and loss", ("GEMM", "loss"), ("projections", "head and loss")),
-    ("attention", ("attention",), ("attention",)),
-    ("norms", ("norm",), ("norms",)),
-    ("clipping and optimizer", ("optimizer",), ("clipping", "optimizer")),
-    ("rest", ("other",), ("data", "embedding and casts", "activation", "other")),
-)
-"""Parts that are measured here, and the parts of `bench.count` in them."""
+def foretold(counts: dict[str, dict[str, float]], peaks: dict[str, float]) -> dict[str, float]:
+    """Computes the milliseconds of a step's parts from what `bench.count` counted, GEMM with loss.
 
-
-def beside_counts(
-    spent: dict[str, float], counts: dict[str, dict[str, float]], peaks: dict[str, float]
-) -> list[str]:
-    """Describes the measured time of a step's parts beside what `bench.count` foretells.
-
-    That is the time of what was counted on the simulated GPU at this machine's rates: of bytes or
-    products, whichever take longer.
+    A part takes as long as its bytes or products do at this machine's rates, whichever is longer.
     """
-    lines = []
-    for name, measured, counted in GROUPS:
-        rows = [counts[part] for part in counted]
-        moved = [row["read"] + row["written"] for row in rows]
-        least = sum(limit(row["flops"], n, peaks)[0] for row, n in zip(rows, moved, strict=True))
-        ms, launches = sum(spent[x] for x in measured), sum(row["launches"] for row in rows)
-        said = f"{sum(moved) / 1e9:.2f} GB in {launches:.0f} launches"
-        lines.append(f"{name}: {ms:.2f} ms, foretold {1e3 * least:.2f} ({said})")
-    return lines
+    found = dict[str, float]()
+    for part, names in COUNTED.items() if counts else ():
+        rows = [counts[name] for name in names]
+        found[part] = 1e3 * sum(limit(x["flops"], x["read"] + x["written"], peaks)[0] for x in rows)
+    return found

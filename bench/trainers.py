@@ -11,8 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -54,8 +54,7 @@ class Benchmark:
     precision: str
     nanogpt: Path | None = None
     nanochat: Path | None = None
-    traces: Path | None = None
-    """Folder for a Chrome trace of each of fastgpt's steps."""
+    traces: Path | None = None  # folder for Chrome traces of fastgpt's steps
 
     @property
     def tokens(self) -> int:
@@ -63,7 +62,7 @@ class Benchmark:
 
 
 def base_config(
-    recipe: str, on: str, text: Path, *, context: int | None = None, dropout: float | None = None,
+    recipe: str, on: str, text: Path, *, context: int | None = None,
     compile: Literal["auto", "on", "off"] = "auto", tiny: bool = False,
 ) -> Config:  # fmt: skip
     """Returns a recipe's settings, on random text of its vocabulary; writes the text if need be."""
@@ -73,8 +72,7 @@ def base_config(
         raise unknown_name("recipe", recipe, RECIPES)
     config = RECIPES[recipe][1]
     vocab = (not tiny and config.model.vocab_size) or VOCABULARY
-    given = {"context": context, "dropout": dropout}.items()
-    sizes = (TINY if tiny else {}) | {name: value for name, value in given if value is not None}
+    sizes = (TINY if tiny else {}) | ({"context": context} if context else {})
     if not text.exists():
         # Chinese, because a character tokenizer must keep 50,257 of them apart; each occurs
         letters = [chr(i) for i in (*range(0x4E00, 0x9F00), *range(0x20000, 0x2A600))][:vocab]
@@ -185,42 +183,41 @@ def _plain(benchmark: Benchmark, compiled: bool) -> Built:
     return _step(benchmark, GPT2(benchmark.config.model).to(benchmark.on), compiled=compiled)
 
 
-def nanogpt_module(checkout: Path) -> Any:
-    """Imports the model.py of a checkout under a name of its own."""
-    path = checkout / "model.py"
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
-    if not path.exists() or spec is None or spec.loader is None:
-        raise UserError(f"--nanogpt {checkout}: expected a checkout of nanoGPT, found no model.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+def imported(peer: str, checkout: Path | None) -> Path:
+    """Returns the file of a peer's checkout that is imported; raises `UserError` without it."""
+    name = {"nanogpt": "model.py", "nanochat": "nanochat/gpt.py"}[peer]
+    if checkout is None or not (checkout / name).exists():
+        raise UserError(f"--{peer} is {checkout}: expected the path of a checkout with {name}")
+    return checkout / name
+
+
+def nanogpt_model(config: ModelConfig, checkout: Path | None) -> Any:
+    """Builds nanoGPT's GPT of these sizes; its model.py is imported under a name of its own."""
+    expect_gpt2(config)
+    file = imported("nanogpt", checkout)
+    spec: Any = importlib.util.spec_from_file_location("nanogpt_model", file)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    # nanoGPT pads only GPT-2's vocabulary by default
+    vocab = 50_304 if config.vocab_size == GPT2_VOCABULARY else config.vocab_size
+    return module.GPT(module.GPTConfig(
+        block_size=config.context, vocab_size=vocab, n_layer=config.num_layers,
+        n_head=config.num_heads, n_embd=config.dim, dropout=config.dropout, bias=config.bias,
+    ))  # fmt: skip
 
 
 def _nanogpt(benchmark: Benchmark, precision: str = "") -> Built:
     """Makes a step as nanoGPT's train.py takes it between two log lines; on CUDA compiled."""
     benchmark = replace(benchmark, precision=precision or benchmark.precision)
-    sizes, optim, on = benchmark.config.model, benchmark.config.optim, benchmark.on
-    assert benchmark.nanogpt is not None
-    expect_gpt2(sizes)
-    module = nanogpt_module(benchmark.nanogpt)
-    # nanoGPT pads only GPT-2's vocabulary by default
-    vocab = 50_304 if sizes.vocab_size == GPT2_VOCABULARY else sizes.vocab_size
-    options = module.GPTConfig(
-        block_size=sizes.context, vocab_size=vocab, n_layer=sizes.num_layers,
-        n_head=sizes.num_heads, n_embd=sizes.dim, dropout=sizes.dropout, bias=sizes.bias,
-    )  # fmt: skip
-    model = module.GPT(options).to(on)
+    optim, on = benchmark.config.optim, benchmark.on
+    model = nanogpt_model(benchmark.config.model, benchmark.nanogpt).to(on)
     betas = (optim.beta1, optim.beta2)
     adamw = model.configure_optimizers(optim.weight_decay, optim.lr, betas, on)
     return _step(benchmark, model, optimizer=adamw, compiled=on == "cuda")
 
 
 def _nanochat(benchmark: Benchmark) -> Built:
-    """Makes a compiled step of nanochat's GPT, another network, which casts by itself.
-
-    Its own optimizer is left out: what counts beside ours is its network, of the same sizes.
-    """
+    """Makes a step of nanochat's GPT, another network of the same sizes, which casts by itself."""
     sizes = benchmark.config.model
     sys.path.insert(0, str(benchmark.nanochat))
     module = importlib.import_module("nanochat.gpt")
@@ -231,7 +228,7 @@ def _nanochat(benchmark: Benchmark) -> Built:
     with torch.device(benchmark.on):
         model = module.GPT(options)
     model.init_weights()
-    return _step(benchmark, model, compiled=True, autocast=False)
+    return _step(benchmark, model, compiled=True, autocast=False)  # and AdamW, not its own
 
 
 TRAINERS: dict[str, Callable[[Benchmark], Built]] = {
@@ -246,75 +243,32 @@ TRAINERS: dict[str, Callable[[Benchmark], Built]] = {
     "nanochat": _nanochat,
 }
 
-LLMC_STEPS = 20  # its program for CPUs samples text after the 20th
-LLMC_STEP = re.compile(r"step +\d+.*?([\d.]+) ms")  # in both of its programs (commit f1e2ace)
-LLMC_MEMORY = re.compile(r"allocat(?:ed|ing) (\d+) MiB")
-LLMC_ON_CPU = {"batch": 4, "context": 64}  # its program for CPUs has them built in
-PATIENCE_S = 600
+LLMC_STEPS, PATIENCE_S = 20, 600
+LLMC_STEP = re.compile(r"step +\d+.*?([\d.]+) ms")  # what it prints (commit f1e2ace)
 
 
 def run_llmc(binary: Path, benchmark: Benchmark) -> dict[str, Any]:
-    """Runs llm.c's training of the same network, with random weights: bf16 on a GPU, else fp32.
-
-    Returns facts for the record, with quantiles of all steps but the first, which warms up.
-    """
-    config, on_gpu = benchmark.config.model, benchmark.on == "cuda"
-    sizes = {"batch": benchmark.config.global_batch, "context": config.context}
-    expect_gpt2(config)
-    if config.vocab_size != GPT2_VOCABULARY:
-        raise UserError(f"needs GPT-2's vocabulary, got {config.vocab_size} tokens")
-    if not on_gpu and sizes != LLMC_ON_CPU:
-        raise UserError(f"has {LLMC_ON_CPU} built in, got {sizes}")
-    name, flags = "train_gpt2", ""
-    if on_gpu:
-        name, steps = "train_gpt2cu", f"-d {benchmark.tokens} -x {LLMC_STEPS} -v 1000000 -m 1 -s 0"
-        flags = f"-e d{config.num_layers} -b {sizes['batch']} -t {config.context} {steps} -r 0"
-    binary = (binary / name if binary.is_dir() else binary).absolute()
-    if not binary.exists():
-        raise UserError(f"--llmc {binary}: expected llm.c's {name}, found nothing")
+    """Runs llm.c's training of the same network in bf16; its first step only warms up."""
+    model, batch, binary = benchmark.config.model, benchmark.config.global_batch, binary.absolute()
+    expect_gpt2(model)
+    if model.vocab_size != GPT2_VOCABULARY or benchmark.on == "cpu":
+        raise UserError(f"needs CUDA and GPT-2's vocabulary, got {model.vocab_size} tokens")
+    binary = binary / "train_gpt2cu" if binary.is_dir() else binary
+    flags = f"-i tokens -j tokens -e d{model.num_layers} -b {batch} -t {model.context}"
+    flags += f" -d {benchmark.tokens} -x {LLMC_STEPS} -v 1000000 -m 1 -s 0 -r 0"
+    number = LLMC_STEPS * benchmark.tokens + 1
+    tokens = np.random.default_rng(0).integers(GPT2_VOCABULARY, size=number, dtype=np.uint16)
+    header = np.array([20240520, 1, number, *[0] * 253], np.int32)
     with tempfile.TemporaryDirectory() as folder:
-        _write_llmc_files(Path(folder), benchmark)
-        said = _run_until_trained([str(binary), *flags.split()], folder)
-    bytes_ = 2**20 * sum(map(int, LLMC_MEMORY.findall(said))) if on_gpu else None
-    seconds = [float(ms) / 1e3 for ms in LLMC_STEP.findall(said)][1:]
-    facts = {"optimizer": "adamw", "precision": "bf16" if on_gpu else "fp32", "peak_bytes": bytes_}
-    return {"figure": quantiles(seconds), **facts}
-
-
-def _write_llmc_files(folder: Path, benchmark: Benchmark) -> None:
-    """Writes what both programs read by default: random tokens, and on a CPU random weights."""
-    model, rng, header = benchmark.config.model, np.random.default_rng(0), np.zeros(256, np.int32)
-    L, C, vocab = model.num_layers, model.dim, model.vocab_size or 0
-    if benchmark.on == "cpu":
-        header[:8] = 20240326, 3, model.context, vocab, L, model.num_heads, C, model.padded_vocab
-        parameters = (model.padded_vocab + model.context) * C + L * (12 * C + 13) * C + 2 * C
-        weights = 0.02 * rng.standard_normal(parameters, np.float32)
-        (folder / "gpt2_124M.bin").write_bytes(header.tobytes() + weights.tobytes())
-    tokens = rng.integers(vocab, size=LLMC_STEPS * benchmark.tokens + 1, dtype=np.uint16)
-    header[:8] = 20240520, 1, len(tokens), 0, 0, 0, 0, 0
-    texts = folder / "dev" / "data" / "tinyshakespeare"
-    texts.mkdir(parents=True)
-    for name in ("tiny_shakespeare_train.bin", "tiny_shakespeare_val.bin"):
-        (texts / name).write_bytes(header.tobytes() + tokens.tobytes())
-
-
-def _run_until_trained(command: list[str], folder: str) -> str:
-    """Runs a program of llm.c until it has taken its steps; returns what it printed."""
-    said, pipe = "", subprocess.PIPE
-    command = ["stdbuf", "-oL", *command]  # it would write its lines late
-    with subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=subprocess.STDOUT) as process:
-        end = threading.Timer(PATIENCE_S, process.kill)
-        end.start()
-        try:
-            for line in process.stdout or ():
-                said += line.decode(errors="replace")
-                if len(LLMC_STEP.findall(said)) == LLMC_STEPS:
-                    break
-        finally:
-            end.cancel()
-            process.kill()
-    if (steps := len(LLMC_STEP.findall(said))) < LLMC_STEPS:
+        Path(folder, "tokens").write_bytes(header.tobytes() + tokens.tobytes())
+        log, command = Path(folder, "log"), [binary, *flags.split()]
+        with log.open("w") as file, suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, cwd=folder, stdout=file, stderr=file, timeout=PATIENCE_S)
+        said = log.read_text(errors="replace")
+    seconds = [float(ms) / 1e3 for ms in LLMC_STEP.findall(said)]
+    if len(seconds) < LLMC_STEPS:
         last = (said.strip().splitlines() or ["nothing"])[-1]
-        found = f"{steps} of {LLMC_STEPS} steps in {PATIENCE_S} s, last line: {last}"
-        raise UserError(f"--llmc {command[2]}: {found}")
-    return said
+        raise UserError(f"--llmc {binary}: {len(seconds)} of {LLMC_STEPS} steps, last line: {last}")
+    mib = sum(map(int, re.findall(r"allocat(?:ed|ing) (\d+) MiB", said)))
+    facts = {"optimizer": "adamw", "precision": "bf16", "peak_bytes": 2**20 * mib}
+    return {"figure": quantiles(seconds[1:]), **facts}

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench import count, parts
+from bench import count
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
 
@@ -44,16 +44,6 @@ def test_a_step_of_other_sizes_is_foretold_in_both_directions():
     assert count.recorded("llm.c", config_of()) is None
     for changes in ({"tokens": 4 * TOKENS}, {"dim": 1536}, {"vocab_size": 65}):  # 4: more chunks
         assert count.recorded(OURS, config_of(**changes)) is None
-
-
-def test_parts_are_told_beside_their_counts():
-    spent = dict.fromkeys(parts.PARTS, 0.0) | {"GEMM": 20.0, "loss": 3.0}
-    counts = {part: dict.fromkeys(count.FIELDS, 0) for part in count.PARTS}
-    counts["projections"] |= {"flops": 6e12, "read": 2e9, "launches": 144}  # 10 ms, 1 ms
-    counts["head and loss"] |= {"flops": 3e12, "read": 8e9, "written": 4e9, "launches": 9}
-    line, *_ = parts.beside_counts(spent, counts, {"matmul": 600e12, "copy": 2e12})
-    assert line == "products and loss: 23.00 ms, foretold 16.00 (14.00 GB in 153 launches)"
-    assert {x for *_, counted in parts.GROUPS for x in counted} == {*count.PARTS} - {"collectives"}
 
 
 @pytest.mark.parametrize(("given", "said"), [
