@@ -61,7 +61,7 @@ class StepBench:
     nanochat: Path | None = None
     """Path of a nanochat checkout, whose nanochat/gpt.py is imported."""
     llmc: Path | None = None
-    """Path of llm.c's train_gpt2cu, or of a checkout that has it; it needs CUDA."""
+    """Path of llm.c's train_gpt2cu (on a CPU train_gpt2), or of a checkout that has it."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Use torch.compile for fastgpt's model."""
     rounds: int = 5

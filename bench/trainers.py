@@ -11,8 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -243,32 +243,75 @@ TRAINERS: dict[str, Callable[[Benchmark], Built]] = {
     "nanochat": _nanochat,
 }
 
-LLMC_STEPS, PATIENCE_S = 20, 600
-LLMC_STEP = re.compile(r"step +\d+.*?([\d.]+) ms")  # what it prints (commit f1e2ace)
+LLMC_STEPS = 20  # its program for CPUs samples text after the 20th
+LLMC_STEP = re.compile(r"step +\d+.*?([\d.]+) ms")  # in both of its programs (commit f1e2ace)
+LLMC_MEMORY = re.compile(r"allocat(?:ed|ing) (\d+) MiB")
+LLMC_ON_CPU = {"batch": 4, "context": 64}  # its program for CPUs has them built in
+PATIENCE_S = 600
 
 
 def run_llmc(binary: Path, benchmark: Benchmark) -> dict[str, Any]:
-    """Runs llm.c's training of the same network in bf16; its first step only warms up."""
-    model, batch, binary = benchmark.config.model, benchmark.config.global_batch, binary.absolute()
-    expect_gpt2(model)
-    if model.vocab_size != GPT2_VOCABULARY or benchmark.on == "cpu":
-        raise UserError(f"needs CUDA and GPT-2's vocabulary, got {model.vocab_size} tokens")
-    binary = binary / "train_gpt2cu" if binary.is_dir() else binary
-    flags = f"-i tokens -j tokens -e d{model.num_layers} -b {batch} -t {model.context}"
-    flags += f" -d {benchmark.tokens} -x {LLMC_STEPS} -v 1000000 -m 1 -s 0 -r 0"
-    number = LLMC_STEPS * benchmark.tokens + 1
-    tokens = np.random.default_rng(0).integers(GPT2_VOCABULARY, size=number, dtype=np.uint16)
-    header = np.array([20240520, 1, number, *[0] * 253], np.int32)
+    """Runs llm.c's training of the same network, with random weights: bf16 on a GPU, else fp32.
+
+    Returns facts for the record, with quantiles of all steps but the first, which warms up.
+    """
+    config, on_gpu = benchmark.config.model, benchmark.on == "cuda"
+    sizes = {"batch": benchmark.config.global_batch, "context": config.context}
+    expect_gpt2(config)
+    if config.vocab_size != GPT2_VOCABULARY:
+        raise UserError(f"needs GPT-2's vocabulary, got {config.vocab_size} tokens")
+    if not on_gpu and sizes != LLMC_ON_CPU:
+        raise UserError(f"has {LLMC_ON_CPU} built in, got {sizes}")
+    name, flags = "train_gpt2", ""
+    if on_gpu:
+        name, steps = "train_gpt2cu", f"-d {benchmark.tokens} -x {LLMC_STEPS} -v 1000000 -m 1 -s 0"
+        flags = f"-e d{config.num_layers} -b {sizes['batch']} -t {config.context} {steps} -r 0"
+    binary = (binary / name if binary.is_dir() else binary).absolute()
+    if not binary.exists():
+        raise UserError(f"--llmc {binary}: expected llm.c's {name}, found nothing")
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "tokens").write_bytes(header.tobytes() + tokens.tobytes())
-        log, command = Path(folder, "log"), [binary, *flags.split()]
-        with log.open("w") as file, suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, cwd=folder, stdout=file, stderr=file, timeout=PATIENCE_S)
-        said = log.read_text(errors="replace")
-    seconds = [float(ms) / 1e3 for ms in LLMC_STEP.findall(said)]
-    if len(seconds) < LLMC_STEPS:
+        _write_llmc_files(Path(folder), benchmark)
+        said = _run_until_trained([str(binary), *flags.split()], folder)
+    bytes_ = 2**20 * sum(map(int, LLMC_MEMORY.findall(said))) if on_gpu else None
+    seconds = [float(ms) / 1e3 for ms in LLMC_STEP.findall(said)][1:]
+    facts = {"optimizer": "adamw", "precision": "bf16" if on_gpu else "fp32", "peak_bytes": bytes_}
+    return {"figure": quantiles(seconds), **facts}
+
+
+def _write_llmc_files(folder: Path, benchmark: Benchmark) -> None:
+    """Writes what both programs read by default: random tokens, and on a CPU random weights."""
+    model, rng, header = benchmark.config.model, np.random.default_rng(0), np.zeros(256, np.int32)
+    L, C, vocab = model.num_layers, model.dim, model.vocab_size or 0
+    if benchmark.on == "cpu":
+        header[:8] = 20240326, 3, model.context, vocab, L, model.num_heads, C, model.padded_vocab
+        parameters = (model.padded_vocab + model.context) * C + L * (12 * C + 13) * C + 2 * C
+        weights = 0.02 * rng.standard_normal(parameters, np.float32)
+        (folder / "gpt2_124M.bin").write_bytes(header.tobytes() + weights.tobytes())
+    tokens = rng.integers(vocab, size=LLMC_STEPS * benchmark.tokens + 1, dtype=np.uint16)
+    header[:8] = 20240520, 1, len(tokens), 0, 0, 0, 0, 0
+    texts = folder / "dev" / "data" / "tinyshakespeare"
+    texts.mkdir(parents=True)
+    for name in ("tiny_shakespeare_train.bin", "tiny_shakespeare_val.bin"):
+        (texts / name).write_bytes(header.tobytes() + tokens.tobytes())
+
+
+def _run_until_trained(command: list[str], folder: str) -> str:
+    """Runs a program of llm.c until it has taken its steps; returns what it printed."""
+    said, pipe = "", subprocess.PIPE
+    command = ["stdbuf", "-oL", *command]  # it would write its lines late
+    with subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=subprocess.STDOUT) as process:
+        end = threading.Timer(PATIENCE_S, process.kill)
+        end.start()
+        try:
+            for line in process.stdout or ():
+                said += line.decode(errors="replace")
+                if len(LLMC_STEP.findall(said)) == LLMC_STEPS:
+                    break
+        finally:
+            end.cancel()
+            process.kill()
+    if (steps := len(LLMC_STEP.findall(said))) < LLMC_STEPS:
         last = (said.strip().splitlines() or ["nothing"])[-1]
-        raise UserError(f"--llmc {binary}: {len(seconds)} of {LLMC_STEPS} steps, last line: {last}")
-    mib = sum(map(int, re.findall(r"allocat(?:ed|ing) (\d+) MiB", said)))
-    facts = {"optimizer": "adamw", "precision": "bf16", "peak_bytes": 2**20 * mib}
-    return {"figure": quantiles(seconds[1:]), **facts}
+        found = f"{steps} of {LLMC_STEPS} steps in {PATIENCE_S} s, last line: {last}"
+        raise UserError(f"--llmc {command[2]}: {found}")
+    return said

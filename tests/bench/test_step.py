@@ -1,12 +1,14 @@
 """Benchmark of the step: trainers in processes of their own, llm.c's output, parts."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bench import count, parts, records, step, trainers
+from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
 
@@ -91,26 +93,40 @@ def test_random_text_has_the_vocabulary_it_should(tmp_path):
     assert len(found) == config.model.vocab_size == 50_257
 
 
-@pytest.mark.parametrize("steps", [20, 2])
-def test_llmc_is_given_tokens_and_must_take_its_steps(tmp_path, monkeypatch, steps):
-    lines = [f"step {n:4}/20 | loss 10.95 | {110 if n else 900}.00 ms |" for n in range(steps)]
-    said = "\n".join(["allocating 1237 MiB for activations", *lines])
-    script = f'cp tokens {tmp_path}; echo "$@" >{tmp_path}/asked; echo "{said}"; exec sleep 2'
-    (tmp_path / "train_gpt2cu").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "train_gpt2cu").chmod(0o755)
-    monkeypatch.setattr(trainers, "PATIENCE_S", 1)
-    plan = trainers.with_batch(PLAN, 1)
-    if steps < 20:
-        with pytest.raises(UserError, match="train_gpt2cu: 2 of 20 steps, last line: step    1"):
-            trainers.run_llmc(tmp_path, plan)
+# In the form of their printf; the numbers are invented.
+MS = (900, 100, 110, 120)
+ON_GPU = "allocated 237 MiB for model parameters\nallocating 1000 MiB for activations\n" + "".join(
+    f"step {n:4}/4 | loss 10.95 (+nanz)| {ms}.00 ms | 50.1% bf16 MFU\n" for n, ms in enumerate(MS)
+)
+ON_CPU = "".join(f"step {n}: train loss 10.95 (took {ms}.0 ms)\n" for n, ms in enumerate(MS))
+GPT2 = ModelConfig(num_layers=2, num_heads=2, dim=16, context=64, vocab_size=50_257)
+
+
+@pytest.mark.parametrize(("on", "printed"), [("cuda", ON_GPU), ("cpu", ON_CPU), ("cpu", "no\n")])
+def test_llmc_is_given_weights_and_tokens_and_stopped(tmp_path, monkeypatch, on, printed):
+    monkeypatch.setattr(trainers, "LLMC_STEPS", 4)
+    monkeypatch.setattr(trainers, "PATIENCE_S", 3.0)
+    path = tmp_path / ("train_gpt2cu" if on == "cuda" else "train_gpt2")
+    copy = f'cp -r dev *.bin {tmp_path} 2>/dev/null; echo "$@" >{tmp_path}/asked'
+    path.write_text(f"#!/bin/sh\n{copy}\necho '{printed}'\nexec sleep 60\n")
+    path.chmod(0o755)
+    plan = replace(PLAN, on=on, config=replace(PLAN.config, model=GPT2))
+    if printed == "no\n":
+        with pytest.raises(UserError, match=r"train_gpt2: 0 of 4 steps in 3.0 s, last line: no$"):
+            trainers.run_llmc(tmp_path, trainers.with_batch(plan, 4))
         return
-    found = trainers.run_llmc(tmp_path, plan)
+    found = trainers.run_llmc(tmp_path, trainers.with_batch(plan, 4))
     assert found["figure"]["p50"] == pytest.approx(0.110)  # the first step warms up
-    assert (found["figure"]["samples"], found["peak_bytes"]) == (19, 1237 * 2**20)
-    header, tokens = (np.fromfile(tmp_path / "tokens", kind) for kind in (np.int32, np.uint16))
-    assert tokens[512:].max() < 50_257
-    assert len(tokens[512:]) == header[2] == 20 * 1024 + 1
-    assert "-e d12 -b 1 -t 1024 -d 1024 -x 20" in (tmp_path / "asked").read_text()
+    assert found["figure"]["samples"] == 3
+    (path,) = tmp_path.rglob("tiny_shakespeare_train.bin")
+    assert np.fromfile(path, np.uint16, offset=1024).max() < 50_257
+    assert np.fromfile(path, np.int32)[2] == 4 * 256 + 1
+    if on == "cuda":
+        assert found["peak_bytes"] == 1237 * 2**20
+        assert "-e d2 -b 4 -t 64 -d 256 -x 4" in (tmp_path / "asked").read_text()
+    else:
+        weights = np.fromfile(tmp_path / "gpt2_124M.bin", np.float32, offset=1024)
+        assert len(weights) == sum(p.numel() for p in trainers.GPT2(GPT2).parameters())
 
 
 @pytest.mark.parametrize(("part", "names"), [
