@@ -5,7 +5,9 @@ record in bench/results. The measurements are added to bench/results/local. The 
 an op of ours was not timed because its results were wrong.
 """
 
+import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -93,21 +95,19 @@ def time_ops(bench: Bench, todo: list[Case], on: str, end: float) -> Iterator[li
     timer, tiny = measure.Timer(on), bench.size == ("tiny",)
     dtypes = tuple(dict.fromkeys(case.dtype for case in todo))
     rates = measure.machine_rates(timer, dtypes, 0.25 if tiny else 1.0)
+    units = {"copy": "B/s"}
     yield [
-        record(
-            f"machine/{name}", "torch", measure.quantiles([rate]),
-            unit="B/s" if name == "copy" else "FLOP/s",
-        )
-        for name, rate in rates.items()
-    ]  # fmt: skip
+        record(f"machine/{x}", "torch", measure.quantiles([rate]), unit=units.get(x, "FLOP/s"))
+        for x, rate in rates.items()
+    ]
     seconds = 0.125 if bench.quick or tiny else SECONDS[on]
+    options = {"seconds": seconds, "rounds": bench.rounds, "against": bench.against}
     for case in todo:
         if time.perf_counter() > end:
             yield [record(case.name, "all", why=f"{OVER_BUDGET} of {bench.budget:.0f} s")]
             continue
-        peaks = measure.peaks_of(rates, case.dtype)
-        options = {"seconds": seconds, "rounds": bench.rounds, "against": bench.against}
         try:
+            peaks = measure.peaks_of(rates, case.dtype)
             for rows in measure.op_records(case, timer, peaks, **options):
                 yield [{**row, "state": records.state(on)} for row in rows]
         except Exception as error:  # keep earlier results and go on
@@ -119,8 +119,8 @@ def time_ops(bench: Bench, todo: list[Case], on: str, end: float) -> Iterator[li
 
 def row_line(row: Record, rows: list[Record]) -> str:
     """Formats one implementation's time of a pass; `rows` has all of that pass."""
-    ours, best = report.ours_and_best(rows)
-    over = best if row is ours else row
+    ours = report.fastest(rows, ours=True)
+    over = report.fastest(rows, ours=False) if row is ours else row
     x = f"{report.times_ours(over, ours):.2f}x" if ours and over else ""
     which = row["case"].rpartition("/")[2] if row is rows[0] else ""
     inexact = " (beyond the tests' rule)" * row["inexact"]
@@ -140,10 +140,7 @@ def print_rows(rows: list[Record], said: set[str]) -> None:
         said.add(line)
 
     if rows[0]["case"].startswith("machine/"):
-        rates = (
-            f"{row['case'][8:]} {row['figure']['p50'] / 1e9:,.0f} G{row['unit']}" for row in rows
-        )
-        print(f"limits of the machine: {', '.join(rates)}\n{HEADER}")
+        print(f"limits of the machine: {report.limits_of(rows)}\n{HEADER}")
         return
     shape = " ".join(f"{key}={value}" for key, value in rows[0].get("shape", {}).items())
     once(f"{'/'.join(rows[0]['case'].split('/')[:3])}  {shape}")
@@ -162,35 +159,29 @@ def slower(rows: list[Record], before: list[Record]) -> Iterator[str]:
 
     Eager was timed in the same turns, so its own change is the machine's.
     """
-    known = {(row["case"], row["implementation"]): row for row in before if row["figure"]}
-
-    def change(row: Record) -> float:
-        old = known.get((row["case"], row["implementation"]))
-        return row["figure"]["p20"] / old["figure"]["p20"] if old else 1.0
-
-    timed = {(row["case"], row["implementation"]): row for row in rows if row["figure"]}
-    for (case, who), row in timed.items():
-        eager = timed.get((case, "eager"))
-        machine = change(eager) if eager else 1.0
-        if who == "ours" and change(row) > SLOWER * max(machine, 1.0):
-            commit = known[case, who]["commit"][:12]
-            yield f"slower than at {commit}: {case} {change(row):.2f}x, eager {machine:.2f}x"
+    old, new = (
+        {(row["case"], row["implementation"]): row for row in found if row["figure"]}
+        for found in (before, rows)
+    )
+    change = {x: new[x]["figure"]["p20"] / old[x]["figure"]["p20"] for x in new if x in old}
+    for (case, who), times in change.items():
+        machine = change.get((case, "eager"), 1.0)
+        if who == "ours" and times > SLOWER * max(machine, 1.0):
+            commit = old[case, who]["commit"][:12]
+            yield f"slower than at {commit}: {case} {times:.2f}x, eager {machine:.2f}x"
 
 
 def print_verdict(rows: list[Record], on: str) -> None:
     """Prints ours beside the best peer of each case's last pass, then what became slower."""
-    for group in report.last_passes(rows):
-        if summary := report.summary(group):
-            name, ours, who, its, x, _ = summary
-            against = f", best peer {who} {its} ms, {x}" if who else ""
-            print(f"{name}: ours {ours} ms{against}")
+    for duel in itertools.chain(*report.duels(rows).values()):
+        name, ours, who, its, x = report.summary(*duel)
+        print(f"{name}: ours {ours} ms" + f", best peer {who} {its} ms, {x}" * bool(who))
     name = records.described(on)["device"]
     before = [row for row in records.read() if row["device"] == name]
     if not before:
         print(f"no record of {name} in bench/results: nothing to compare with")
-    elif not (lines := [*slower(rows, before)]):
-        print("no op is slower than in the record")
     else:
+        lines = [*slower(rows, before)] or ["no op is slower than in the record"]
         print("\n".join(lines))
 
 
@@ -204,9 +195,8 @@ def main(argv: list[str]) -> int:
     if on == "cpu":
         cpu.keep_freed_memory()
     unlimited = on != "cpu" or bench.full or bool(bench.against)
-    usual = float("inf") if unlimited else CPU_BUDGET
-    bench = replace(bench, budget=usual if bench.budget is None else bench.budget)
-    assert bench.budget is not None
+    if bench.budget is None:
+        bench = replace(bench, budget=math.inf if unlimited else CPU_BUDGET)
     end = time.perf_counter() + bench.budget
     writer = records.Writer(on, bench.out, quick=bench.quick, rounds=bench.rounds)
     rows: list[Record] = []
@@ -230,7 +220,7 @@ def main(argv: list[str]) -> int:
         print_verdict(rows, on)
     wrong = any(map(records.failed, rows))
     if bench.publish and not wrong:
-        print(f"wrote {report.publish()}")
+        report.publish()
     return int(wrong)
 
 

@@ -11,7 +11,8 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ Inputs = dict[str, Tensor]
 Maker = Callable[[str], Callable[..., Any]]
 
 
-class MissingError(Exception):
-    """The reason why a peer cannot run here."""
+class MissingError(UserError):
+    """The reason why an implementation cannot run here."""
 
 
 def load(module: str, package: str, on: str) -> Any:
@@ -40,14 +41,6 @@ def load(module: str, package: str, on: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingError(f"{package} is not installed ({error})") from error
-
-
-def compiled(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the plain reference compiled by torch.compile."""
-    if not has_compiler():
-        raise MissingError("no C++ compiler was found (CXX, g++, clang++)")
-    end_compile_workers_at_exit()
-    return torch.compile(reference, dynamic=False)
 
 
 # --- attention: (B, T, H, D) each -> (B, T, H, D), causal -----------------------------------------
@@ -70,28 +63,25 @@ def sdpa(backend: str, on: str) -> Callable[..., Tensor]:
 
 
 def flex(on: str) -> Callable[..., Tensor]:
-    """FlexAttention, compiled, with a causal block mask that is made once."""
-    if on != "cuda":
-        raise MissingError("needs CUDA: on a CPU it has no backward")
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    """FlexAttention, compiled, with a block mask that is made once, as layers share it in a step.
 
-    masks: dict[tuple[int, int | None], Any] = {}  # made once, as a step shares it among its layers
-    attend = torch.compile(flex_attention, dynamic=False)
+    On a CPU it has no backward.
+    """
+    module = load("torch.nn.attention.flex_attention", "PyTorch", on)
+    attend = torch.compile(module.flex_attention, dynamic=False)
 
-    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return i >= j
+    @cache
+    def mask(T: int, doc_ids: Tensor | None) -> Any:
+        def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return i >= j if doc_ids is None else (i >= j) & (doc_ids[b, i] == doc_ids[b, j])
+
+        batch = None if doc_ids is None else len(doc_ids)
+        return module.create_block_mask(seen, batch, None, T, T, device=on)
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = None) -> Tensor:
-        B, T = q.shape[:2]
-        key = T, None if doc_ids is None else doc_ids.data_ptr()
-        if key not in masks:
-            seen = causal
-            if doc_ids is not None:
-                seen = lambda b, h, i, j: (i >= j) & (doc_ids[b, i] == doc_ids[b, j])  # noqa: E731
-            batch = None if doc_ids is None else B
-            masks[key] = create_block_mask(seen, batch, None, T, T, device=on)
+        seen = mask(q.shape[1], doc_ids)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return attend(q, k, v, block_mask=masks[key]).transpose(1, 2)
+        return attend(q, k, v, block_mask=seen).transpose(1, 2)
 
     return call
 
@@ -103,15 +93,12 @@ def varlen(on: str) -> Callable[..., Tensor]:
         inspect.signature(attend).bind_partial(window_size=(-1, 0))
     except (AttributeError, TypeError) as error:
         raise MissingError(f"needs PyTorch 2.13 ({error})") from error
-    ends: dict[int, tuple[Tensor, int]] = {}
+    ends = cache(boundaries)
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor) -> Tensor:
-        if doc_ids.data_ptr() not in ends:
-            ends[doc_ids.data_ptr()] = boundaries(doc_ids)
-        offsets, longest = ends[doc_ids.data_ptr()]
+        offsets, longest = ends(doc_ids)
         rows = (x.flatten(0, 1) for x in (q, k, v))
         out = attend(*rows, offsets, offsets, longest, longest, window_size=(-1, 0))
-        assert isinstance(out, Tensor)
         return out.view(q.shape)
 
     return call
@@ -138,7 +125,7 @@ def flash_attn(module: str, package: str, function: str, on: str) -> Callable[..
 
 
 def sdpa_decoding(on: str) -> Callable[..., Tensor]:
-    """F.scaled_dot_product_attention over caches that are full."""
+    """F.scaled_dot_product_attention over caches that are full, which needs no lengths."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -162,6 +149,12 @@ ATTENTION: dict[str, Maker] = {
     "flash-attn-3": partial(flash_attn, "flash_attn_interface", "flash-attn 3", "flash_attn_func"),
     "flash-attn-4": partial(flash_attn, "flash_attn.cute", "flash-attn 4", "flash_attn_func"),
 }
+CACHED = "flash_attn_with_kvcache"
+DECODING: dict[str, Maker] = {
+    "sdpa": sdpa_decoding,
+    "flash-attn-2": partial(flash_attn, "flash_attn", "flash-attn 2", CACHED),
+    "flash-attn-3": partial(flash_attn, "flash_attn_interface", "flash-attn 3", CACHED),
+}
 DOCUMENTS: dict[str, Maker] = {"flex": flex, "varlen": varlen}
 """Attention within documents, given as `doc_ids` (B, T)."""
 
@@ -180,47 +173,38 @@ def chunked_cross_entropy(on: str) -> Callable[..., Tensor]:
 
 
 def liger(
-    module: str, function: str, on: str, *, keep: int | None = None, constants: tuple[Any, ...] = ()
+    module: str, name: str, on: str, *, constants: tuple[Any, ...] = (), first: bool = False
 ) -> Callable[..., Any]:
     """Wraps an autograd function of the package liger-kernel.
 
     Args:
-        keep: number of results to keep; None keeps all.
         constants: arguments after the tensors.
+        first: keep only the first result.
     """
-    apply = getattr(load(f"liger_kernel.ops.{module}", "liger-kernel", on), function).apply
+    found = load(f"liger_kernel.ops.{module}", "liger-kernel", on)
+    apply = getattr(found, f"Liger{name}Function").apply
 
     def call(*inputs: Tensor) -> Any:
         out = apply(*inputs, *constants)
-        return out if keep is None else out[0] if keep == 1 else out[:keep]
+        return out[0] if first else out
 
     return call
 
 
 def liger_swiglu(on: str) -> Callable[..., Tensor]:
-    product = liger("swiglu", "LigerSiLUMulFunction", on)
+    product = liger("swiglu", "SiLUMul", on)
     return lambda x, bias: product(*(x + bias).chunk(2, dim=-1))
 
 
 # the last constant forbids to overwrite the upstream gradient, which the next call needs
 RMS = (1e-6, 0.0, "llama", False)
-CACHED = "flash_attn_with_kvcache"
-DECODING: dict[str, Maker] = {
-    "sdpa": sdpa_decoding,
-    "flash-attn-2": partial(flash_attn, "flash_attn", "flash-attn 2", CACHED),
-    "flash-attn-3": partial(flash_attn, "flash_attn_interface", "flash-attn 3", CACHED),
-}
 LIGER: dict[str, Maker] = {
-    "layer_norm": partial(liger, "layer_norm", "LigerLayerNormFunction", constants=(1e-5,)),
-    "rms_norm": partial(liger, "rms_norm", "LigerRMSNormFunction", constants=RMS),
-    "add_rms_norm": partial(
-        liger, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction", constants=RMS
-    ),
-    "cross_entropy": partial(
-        liger, "cross_entropy", "LigerCrossEntropyFunction", keep=1, constants=(None,)
-    ),
+    "layer_norm": partial(liger, "layer_norm", "LayerNorm", constants=(1e-5,)),
+    "rms_norm": partial(liger, "rms_norm", "RMSNorm", constants=RMS),
+    "add_rms_norm": partial(liger, "fused_add_rms_norm", "FusedAddRMSNorm", constants=RMS),
+    "cross_entropy": partial(liger, "cross_entropy", "CrossEntropy", constants=(None,), first=True),
     "linear_cross_entropy": partial(
-        liger, "fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", keep=1
+        liger, "fused_linear_cross_entropy", "FusedLinearCrossEntropy", first=True
     ),
     "bias_act_swiglu": liger_swiglu,
 }
@@ -261,30 +245,31 @@ class Case:
         Args:
             against: names of the others; all of them by default, but torch.compile on a CPU.
         """
-        spec, others = self.spec, self.peers
-        if self.shape.get("docs"):
-            others = {name: self._with_options(maker) for name, maker in DOCUMENTS.items()}
+        spec, shape, others = self.spec, self.shape, self.peers
+        if shape.get("docs"):
+            others = {
+                name: lambda on, maker=maker: spec.call(maker(on), shape, on)
+                for name, maker in DOCUMENTS.items()
+            }
 
         def ours(on: str) -> Callable[..., Any]:
             """Our kernel where kernels run, else the function that the model calls on a CPU."""
             op = spec.op if on == "cuda" or INTERPRETING else spec.cpu or spec.op
-            return spec.call(op, self.shape, on)
+            return spec.call(op, shape, on)
 
-        def compiling(on: str) -> Callable[..., Any]:
+        def eager(on: str) -> Callable[..., Any]:
+            return spec.call(spec.eager, shape, on)
+
+        def compiled(on: str) -> Callable[..., Any]:
             if on == "cpu" and not against:
                 raise MissingError("takes 10 to 20 s a case on a CPU: --against compiled")
-            return spec.call(compiled(spec.eager), self.shape, on)
+            if not has_compiler():
+                raise MissingError("no C++ compiler was found (CXX, g++, clang++)")
+            end_compile_workers_at_exit()
+            return spec.call(torch.compile(spec.eager, dynamic=False), shape, on)
 
-        found = {
-            "ours": ours,
-            "eager": lambda on: spec.call(spec.eager, self.shape, on),
-            "compiled": compiling,
-            **others,
-        }
+        found = {"ours": ours, "eager": eager, "compiled": compiled, **others}
         return {k: v for k, v in found.items() if not against or k in ("ours", *against)}
-
-    def _with_options(self, maker: Maker) -> Maker:
-        return lambda on: self.spec.call(maker(on), self.shape, on)
 
     def inputs(self, on: str) -> Inputs:
         """Makes random inputs, never zeros, because the data affects a GPU's power and clocks."""
@@ -327,21 +312,19 @@ def cases(
     Raises:
         UserError: a name is unknown, or nothing matches.
     """
-    for name in op:
-        if name not in SPECS:
-            raise unknown_name("op", name, SPECS)
-    known = {"eager", "compiled", *DOCUMENTS, *(name for peers in PEERS.values() for name in peers)}
-    for name in against:
-        if name not in known:
-            raise unknown_name("implementation", name, sorted(known))
+    libraries = sorted({"eager", "compiled", *DOCUMENTS, *chain(*PEERS.values())})
+    for what, names, known in (("op", op, SPECS), ("implementation", against, libraries)):
+        for name in names:
+            if name not in known:
+                raise unknown_name(what, name, known)
     tiny = size == ("tiny",)
     usual = ("bf16",) if on == "cuda" else ("bf16", "fp32") if fast_bf16(on) else ("fp32",)
 
     def sizes(spec: Spec) -> dict[str, Problem]:
         if tiny:
             return {"tiny": next(iter(spec.problems.values()))}
-        slow = full or bool(size)
-        return {**spec.sizes.get(on, {}), **(spec.sizes.get(f"{on}-full", {}) if slow else {})}
+        kinds = (on, f"{on}-full") if full or size else (on,)
+        return {label: s for kind in kinds for label, s in spec.sizes.get(kind, {}).items()}
 
     found = [
         Case(SPECS[name], label, shape, number, PEERS.get(name, {}))
@@ -352,7 +335,7 @@ def cases(
         for number in dtype or (("fp32",) if tiny else usual)
     ]
     if quick:
-        found = [*{case.spec.name: case for case in reversed(found)}.values()][::-1]
+        found = [next(same) for _, same in groupby(found, lambda case: case.spec.name)]
     if not found:
         known = sorted({label for name in op or SPECS for label in sizes(SPECS[name])})
         raise UserError(f"no case has --size {' '.join(size)}: expected some of {' '.join(known)}")

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ RESULTS = Path(__file__).parent / "results"
 LOCAL = "local"
 """Folder in `RESULTS` of unpublished records."""
 PEERS = ("liger_kernel", "flash_attn", "flash_attn_3", "flash_attn_4", "transformers")
-ABOUT_GPU = ("driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+DRIVER = "driver_version"
+ABOUT_GPU = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 OVER_BUDGET = "over the budget"
 
 Record = dict[str, Any]
@@ -80,45 +81,41 @@ def slug(name: str) -> str:
 def state(on: str) -> dict[str, Any]:
     """Reads a GPU's clocks, temperature and power, or a CPU's clocks and load."""
     if on == "cuda":
-        found = _nvidia_smi()
-        return {name: value for name, value in found.items() if name != "driver_version"}
+        return _nvidia_smi(*ABOUT_GPU)
     info = Path("/proc/cpuinfo")
     clocks = re.findall(r"cpu MHz\s*: ([\d.]+)", info.read_text()) if info.exists() else []
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {"mhz": [round(float(mhz)) for mhz in clocks], "load": load}
 
 
-def _nvidia_smi() -> dict[str, str]:
-    query = f"--query-gpu={','.join(ABOUT_GPU)}"
+def _nvidia_smi(*fields: str) -> dict[str, str]:
     index = str(torch.cuda.current_device())
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # nvidia-smi ignores it
         index = visible.split(",")[int(index)].strip()
+    query = f"--query-gpu={','.join(fields)}"
     command = ["nvidia-smi", query, "--format=csv,noheader", "-i", index]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(ABOUT_GPU, (value.strip() for value in done.stdout.split(","))))
+        return dict(zip(fields, map(str.strip, done.stdout.split(","))))
+    return {}
 
 
 @functools.cache
 def described(on: str) -> dict[str, Any]:
     """Returns device, driver, versions and commit, which every line of a record carries."""
-    facts = manifest.provenance()
-    driver = _nvidia_smi().get("driver_version") if on == "cuda" else None
-    peers = {name: version for name in PEERS if (version := installed(name)) is not None}
-    name = device.device_name(on)
+    facts, name = manifest.provenance(), device.device_name(on)
     # CPUs of one name, rented in parts, differ in what limits a step most
     name += ", no bf16" * (on == "cpu" and not device.fast_bf16(on))
     if isa := os.environ.get("ONEDNN_MAX_CPU_ISA"):  # products use fewer instructions
         name += f", {isa}"
-    return {
+    versions = facts["versions"] | {peer: installed(peer) for peer in PEERS}
+    about = {
         "device": name,
         "on": on,
-        **({"driver": driver} if driver else {}),
-        "versions": {name: v for name, v in {**facts["versions"], **peers}.items() if v},
+        "versions": {package: version for package, version in versions.items() if version},
         "commit": facts["commit"] or "unknown",
     }
+    return about | ({"driver": _nvidia_smi(DRIVER).get(DRIVER)} if on == "cuda" else {})
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -147,30 +144,28 @@ class Writer:
         return self.path
 
 
-def read(folder: Path | None = None) -> list[Record]:
+def read(folder: Path | None = None, name: str = "*.jsonl") -> list[Record]:
     """Reads the records of every machine in a folder, by default the committed ones.
 
     A line that a killed process left unfinished does not count.
     """
     found = []
-    for path in sorted((folder or RESULTS).glob("*.jsonl")):
+    for path in sorted((folder or RESULTS).glob(name)):
         for line in path.read_text(encoding="utf-8").splitlines():
-            try:
+            with suppress(ValueError):
                 found.append(json.loads(line))
-            except ValueError:
-                continue
     return found
 
 
-def newest(rows: Iterable[Record]) -> list[Record]:
+def newest(rows: list[Record]) -> list[Record]:
     """Returns the records of the newest run of each device and case.
 
     A run that timed fewer implementations of the case than an earlier one does not replace it.
     """
     runs: dict[tuple[str, str], dict[str, list[Record]]] = {}
     for row in rows:
-        cases = runs.setdefault((row["device"], row["case"]), {})
-        cases.setdefault(row["run"], []).append(row)  # a run's name begins with its time
+        found = runs.setdefault((row["device"], row["case"]), {})
+        found.setdefault(row["run"], []).append(row)  # a run's name begins with its time
 
     def rank(run: tuple[str, list[Record]]) -> tuple[int, str]:
         return sum(row["figure"] is not None for row in run[1]), run[0]
@@ -178,19 +173,17 @@ def newest(rows: Iterable[Record]) -> list[Record]:
     return [row for found in runs.values() for row in max(found.items(), key=rank)[1]]
 
 
-def publish() -> list[Path]:
+def publish() -> None:
     """Moves the local records into the committed files, which keep the newest run of each case.
 
     Raises:
         UserError: an op of ours failed in a local record; nothing is moved.
     """
-    local = sorted((RESULTS / LOCAL).glob("*.jsonl"))
-    if wrong := next(filter(failed, read(RESULTS / LOCAL)), None):
+    folder = RESULTS / LOCAL
+    if wrong := next(filter(failed, read(folder)), None):
         raise UserError(f"nothing is published: ours failed {wrong['case']}: {wrong['why']}")
-    for path in local:
-        target = RESULTS / path.name
-        lines = [x.read_text(encoding="utf-8") for x in (target, path) if x.exists()]
-        kept = newest(json.loads(line) for line in "".join(lines).splitlines())
-        write_atomically(target, "".join(json.dumps(row) + "\n" for row in kept).encode())
+    for path in sorted(folder.glob("*.jsonl")):
+        kept = newest(read(RESULTS, path.name) + read(folder, path.name))
+        lines = "".join(json.dumps(row) + "\n" for row in kept)
+        write_atomically(RESULTS / path.name, lines.encode())
         path.unlink()
-    return [RESULTS / path.name for path in local]
