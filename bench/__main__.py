@@ -5,15 +5,16 @@ record in bench/results. The measurements are added to bench/results/local. The 
 an op of ours was not timed because its results were wrong.
 """
 
+import functools
 import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bench import measure, records, report, step
 from bench.ops import Case, cases
@@ -26,13 +27,14 @@ SECONDS = {"cuda": 0.5, "cpu": 0.2}
 """Time in seconds to spend on one pass (forward, backward or both) of a case, by device."""
 CPU_BUDGET = 120.0
 """Default of `--budget` on a CPU; the last step that is begun takes under a minute."""
-CPU_STEPS: dict[str, dict[str, Any]] = {
-    "shakespeare-cpu": {"rounds": 5},
-    "shakespeare-char": {"rounds": 2, "batch": (4,)},  # its own 64 would take minutes
-}
-"""Recipes whose training step is measured on a CPU."""
+CPU_STEPS = (
+    step.StepBench(recipe="shakespeare-cpu"),
+    step.StepBench(recipe="shakespeare-char", rounds=2, batch=(4,)),  # its own 64 takes minutes
+)
+"""Training steps that are measured on a CPU."""
 SLOWER = 1.1
 """Time over the record's from which an op counts as slower."""
+BEYOND = " (beyond the tests' rule)"
 HEADER = f"  pass implementation  {'µs p20 p50 p80':>26}  {'rate':>13}  of limit        x    error"
 
 
@@ -86,25 +88,24 @@ class Bench:
             raise UserError("--publish and --out are both given: expected one of them")
 
 
-def time_ops(bench: Bench, todo: list[Case], on: str, end: float) -> Iterator[list[Record]]:
+def time_ops(
+    bench: Bench, todo: list[Case], on: str, over: Callable[[], str]
+) -> Iterator[list[Record]]:
     """Yields the machine's limits, then the records of each pass of each case.
 
-    Args:
-        end: time of the clock from which on no case is started.
+    A case is not begun if `over` returns a reason.
     """
     timer, tiny = measure.Timer(on), bench.size == ("tiny",)
     dtypes = tuple(dict.fromkeys(case.dtype for case in todo))
     rates = measure.machine_rates(timer, dtypes, 0.25 if tiny else 1.0)
-    units = {"copy": "B/s"}
-    yield [
-        record(f"machine/{x}", "torch", measure.quantiles([rate]), unit=units.get(x, "FLOP/s"))
-        for x, rate in rates.items()
-    ]
+    figures = {name: measure.quantiles([rate]) for name, rate in rates.items()}
+    units = {name: "B/s" if name == "copy" else "FLOP/s" for name in rates}
+    yield [record(f"machine/{x}", "torch", figures[x], unit=units[x]) for x in rates]
     seconds = 0.125 if bench.quick or tiny else SECONDS[on]
     options = {"seconds": seconds, "rounds": bench.rounds, "against": bench.against}
     for case in todo:
-        if time.perf_counter() > end:
-            yield [record(case.name, "all", why=f"{OVER_BUDGET} of {bench.budget:.0f} s")]
+        if why := over():
+            yield [record(case.name, "all", why=why)]
             continue
         try:
             peaks = measure.peaks_of(rates, case.dtype)
@@ -117,38 +118,26 @@ def time_ops(bench: Bench, todo: list[Case], on: str, end: float) -> Iterator[li
 # --- what is printed ------------------------------------------------------------------------------
 
 
-def row_line(row: Record, rows: list[Record]) -> str:
-    """Formats one implementation's time of a pass; `rows` has all of that pass."""
-    ours = report.fastest(rows, ours=True)
-    over = report.fastest(rows, ours=False) if row is ours else row
-    x = f"{report.times_ours(over, ours):.2f}x" if ours and over else ""
-    which = row["case"].rpartition("/")[2] if row is rows[0] else ""
-    inexact = " (beyond the tests' rule)" * row["inexact"]
-    return (
-        f"  {which:4} {row['implementation']:14}  {report.quantiles_of(row, 1e6):>26}"
-        f"  {report.rate(row):>13}  {row['share']:>4.0%} {row['bound']:6} {x:>6}"
-        f"  {row['error']:.1e}{inexact}"
-    )
-
-
-def print_rows(rows: list[Record], said: set[str]) -> None:
-    """Prints what was measured last; titles and reasons only if they are not in `said`."""
-
-    def once(line: str) -> None:
-        if line not in said:
-            print(line)
-        said.add(line)
-
-    if rows[0]["case"].startswith("machine/"):
+def print_rows(rows: list[Record], once: Callable[[str], None]) -> None:
+    """Prints what was measured last; `once` prints a title or a reason that it did not print."""
+    case, timed = rows[0]["case"], [row for row in rows if row["figure"]]
+    if case.startswith("machine/"):
         print(f"limits of the machine: {report.limits_of(rows)}\n{HEADER}")
         return
     shape = " ".join(f"{key}={value}" for key, value in rows[0].get("shape", {}).items())
-    once(f"{'/'.join(rows[0]['case'].split('/')[:3])}  {shape}")
-    timed = [row for row in rows if row["figure"]]
+    once(f"{'/'.join(case.split('/')[:3])}  {shape}")
+    ours, best = (report.fastest(timed, ours=ours) for ours in (True, False))
     for row in timed:
-        print(row_line(row, timed))
+        which = case.rpartition("/")[2] if row is timed[0] else ""
+        over = best if row is ours else row
+        x = f"{report.times_ours(over, ours):.2f}x" if ours and over else ""
+        print(
+            f"  {which:4} {row['implementation']:14}  {report.quantiles_of(row, 1e6):>26}"
+            f"  {report.rate(row):>13}  {row['share']:>4.0%} {row['bound']:6} {x:>6}"
+            f"  {row['error']:.1e}{BEYOND * row['inexact']}"
+        )
     for row in rows:
-        if row["figure"] is None:
+        if not row["figure"]:
             about = "" if row["implementation"] in ("ours", "eager", "all") else "from here on "
             once(f"       {row['implementation']} not timed {about}({row['why']})")
     sys.stdout.flush()
@@ -178,11 +167,9 @@ def print_verdict(rows: list[Record], on: str) -> None:
         print(f"{name}: ours {ours} ms" + f", best peer {who} {its} ms, {x}" * bool(who))
     name = records.described(on)["device"]
     before = [row for row in records.read() if row["device"] == name]
-    if not before:
-        print(f"no record of {name} in bench/results: nothing to compare with")
-    else:
-        lines = [*slower(rows, before)] or ["no op is slower than in the record"]
-        print("\n".join(lines))
+    lines = [*slower(rows, before)] or ["no op is slower than in the record"]
+    nothing = f"no record of {name} in bench/results: nothing to compare with"
+    print("\n".join(lines if before else [nothing]))
 
 
 def main(argv: list[str]) -> int:
@@ -194,27 +181,29 @@ def main(argv: list[str]) -> int:
     todo = cases(on, bench.op, bench.size, bench.dtype, **which)
     if on == "cpu":
         cpu.keep_freed_memory()
-    unlimited = on != "cpu" or bench.full or bool(bench.against)
-    if bench.budget is None:
-        bench = replace(bench, budget=math.inf if unlimited else CPU_BUDGET)
-    end = time.perf_counter() + bench.budget
+    unlimited = on != "cpu" or bench.full or bench.against
+    usual = math.inf if unlimited else CPU_BUDGET
+    budget, start = usual if bench.budget is None else bench.budget, time.perf_counter()
+
+    def over() -> str:
+        late = time.perf_counter() - start > budget
+        return f"{OVER_BUDGET} of {budget:.0f} s" if late else ""
+
     writer = records.Writer(on, bench.out, quick=bench.quick, rounds=bench.rounds)
-    rows: list[Record] = []
-    said = set[str]()
-    for found in filter(None, time_ops(bench, todo, on, end)):
+    rows, once = list[Record](), functools.cache(print)
+    for found in filter(None, time_ops(bench, todo, on, over)):
         writer.write(*found)
         if bench.json:
             print("\n".join(map(json.dumps, found)), flush=True)
         else:
-            print_rows(found, said)
+            print_rows(found, once)
         rows += found
     only_ops = bench.op or bench.size or bench.dtype or bench.against or bench.json
-    for recipe, options in CPU_STEPS.items() if on == "cpu" and not only_ops else ():
-        if time.perf_counter() > end:
-            print(f"step/{recipe}: {OVER_BUDGET} of {bench.budget:.0f} s")
+    for asked in CPU_STEPS if on == "cpu" and not only_ops else ():
+        if why := over():
+            print(f"step/{asked.recipe}: {why}")
         else:
-            asked = step.StepBench(recipe=recipe, nanogpt=bench.nanogpt, out=bench.out)
-            step.run(replace(asked, **options))
+            step.run(replace(asked, nanogpt=bench.nanogpt, out=bench.out))
     if not bench.json:
         print(f"wrote {writer.path}")
         print_verdict(rows, on)

@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.ops import Case, Inputs
+from bench.ops import Call, Case, Inputs
 from bench.records import Record, record
 from fastgpt.device.device import DTYPES, measured_peak
 from fastgpt.errors import UserError
 from fastgpt.kernels.parity import complaints, errors, outputs_and_gradients
-from fastgpt.kernels.spec import full_tensor
 
 ROOT = Path(__file__).parents[1]
 FLUSH_BYTES = 256 * 2**20
@@ -116,11 +115,9 @@ class Timer:
 
 
 def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -> dict[str, float]:
-    """Measures FLOP/s of the best square matrix product, as `matmul <dtype>`, and bytes/s, as
-    `copy`.
+    """Measures FLOP/s of square matrix products, as `matmul <dtype>`, and bytes/s, as `copy`.
 
-    They are the limits for every row of the same run. A copy of n bytes reads and writes: it counts
-    2 n, as the bytes of every op's row do.
+    They are the limits for every row of the same run. A copy of n bytes reads and writes 2 n.
     """
     on = timer.on
     rates = {f"matmul {name}": measured_peak(on, DTYPES[name], seconds) for name in dtypes}
@@ -137,12 +134,9 @@ def peaks_of(rates: dict[str, float], dtype: str) -> dict[str, float]:
 
 
 def limit(flops: float, size: float, peaks: dict[str, float]) -> tuple[float, str]:
-    """Returns the least seconds that this work can take, and `matmul` or `copy`, which limits it.
+    """Returns the least seconds for FLOPs of matrix products and bytes moved, and what limits them.
 
-    Args:
-        flops: FLOPs of matrix products.
-        size: bytes moved.
-        peaks: FLOP/s as `matmul` and bytes/s as `copy`, measured.
+    The limit is `matmul` or `copy`, the name of its measured peak.
     """
     times = {"matmul": flops / peaks["matmul"], "copy": size / peaks["copy"]}
     bound = max(times, key=lambda name: times[name])
@@ -155,11 +149,8 @@ def limit(flops: float, size: float, peaks: dict[str, float]) -> tuple[float, st
 def time_process(what: str, *arguments: str, cwd: Path = ROOT) -> tuple[float, str]:
     """Runs Python as a process of its own; returns its seconds and its output.
 
-    Args:
-        what: name of the process in an error.
-
     Raises:
-        UserError: the process failed; the message has the last line that it printed.
+        UserError: `what` failed; the message has the last line that it printed.
     """
     start = time.perf_counter()
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
@@ -208,28 +199,23 @@ class Checker:
         part = {name: probe(name, x) for name, x in self.inputs.items()}
         wide = torch.float64 if on == "cpu" or self.dtype == torch.float32 else torch.float32
         eager, ref = (self.spec.call(f, shape, on) for f in (self.spec.eager, self.spec.ref))
-        self.eager = self._results(eager, part, self.dtype, probe)
-        self.truth = self._results(ref, part, wide, probe)
+        self.eager = self._results(eager, part, self.dtype)
+        self.truth = self._results(ref, part, wide)
 
-    def _results(
-        self,
-        call: Callable[..., Any],
-        inputs: Inputs,
-        dtype: torch.dtype,
-        probe: Callable[[str, Tensor], Tensor] = full_tensor,
-    ) -> dict[str, Tensor]:
+    def _results(self, call: Call, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
         """Runs an implementation; with a part of the inputs, on that part of the upstream."""
 
-        def draw(i: int, _: Tensor) -> Tensor:
+        def draw(i: int, y: Tensor) -> Tensor:
             generator = torch.Generator(self.on).manual_seed(i + 1)
             drawn = torch.randn(self.shapes[i], generator=generator, device=self.on)
-            return probe(f"output {i}", drawn.to(self.dtype))
+            drawn = drawn.to(self.dtype)
+            return drawn if y.shape == drawn.shape else self.spec.probe(f"output {i}", drawn)
 
         return outputs_and_gradients(
             call, inputs, dtype, draw if self.spec.differentiable else None
         )
 
-    def complaints(self, call: Callable[..., Any]) -> tuple[list[str], float]:
+    def complaints(self, call: Call) -> tuple[list[str], float]:
         """Returns the errors of an implementation's results, and the largest relative L2 error."""
         copies = {name: x.clone() for name, x in self.inputs.items()}
         if self.spec.random is not None:
@@ -243,7 +229,7 @@ class Checker:
         worst = max(errors(got[name], true)[1] for name, true in self.truth.items())
         return complaints(got, self.eager, self.truth, self.dtype, self.terms), worst
 
-    def check(self, name: str, call: Callable[..., Any]) -> dict[str, Any]:
+    def check(self, name: str, call: Call) -> dict[str, Any]:
         """Returns how exact an implementation is.
 
         Raises:
@@ -258,7 +244,7 @@ class Checker:
 # --- passes ---------------------------------------------------------------------------------------
 
 
-def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs) -> Timed:
+def timed_pass(case: Case, call: Call, which: str, inputs: Inputs) -> Timed:
     """Prepares the timed call of a pass: `fwd` (saving for the backward), `bwd` or `both`."""
     upstream: list[Tensor] = []
 
@@ -311,13 +297,12 @@ def op_records(
 
     Args:
         peaks: see `peaks_of`.
-        seconds: time for each pass, all implementations together.
-        rounds: number of rounds instead.
+        seconds: time for each pass, all implementations together; `rounds` goes before it.
         against: names of the peers; all of them by default.
     """
     torch.compiler.reset()  # all cases compile the same code; together they pass a limit
     checker, absent, about = Checker(case, timer.on), list[Record](), {"shape": case.shape}
-    passed: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
+    passed: dict[str, tuple[Call, dict[str, Any]]] = {}
     for name, maker in case.implementations(against).items():
         try:
             call = maker(timer.on)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastgpt.device.device import DTYPES, end_compile_workers_at_exit, fast_bf16, has_compiler
 from fastgpt.errors import UserError, unknown_name
@@ -26,7 +27,8 @@ from fastgpt.kernels.spec import Problem, Spec, Work
 from fastgpt.kernels.specs import SPECS
 
 Inputs = dict[str, Tensor]
-Maker = Callable[[str], Callable[..., Any]]
+Call = Callable[..., Any]
+Maker = Callable[[str], Call]
 
 
 class MissingError(UserError):
@@ -46,23 +48,29 @@ def load(module: str, package: str, on: str) -> Any:
 # --- attention: (B, T, H, D) each -> (B, T, H, D), causal -----------------------------------------
 
 
-def sdpa(backend: str, on: str) -> Callable[..., Tensor]:
-    """F.scaled_dot_product_attention restricted to one backend of `SDPBackend`."""
-    if on == "cpu" and backend != "FLASH_ATTENTION":
-        raise MissingError("needs CUDA")
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+def heads_first(attend: Call) -> Call:
+    """Wraps attention of (B, H, T, D)."""
 
-    chosen = getattr(SDPBackend, backend)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(chosen):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    def call(q: Tensor, k: Tensor, v: Tensor, *more: Tensor, **options: Tensor) -> Tensor:
+        qkv = (x.transpose(1, 2) for x in (q, k, v))
+        return attend(*qkv, *more, **options).transpose(1, 2)
 
     return call
 
 
-def flex(on: str) -> Callable[..., Tensor]:
+def sdpa(backend: SDPBackend, on: str) -> Call:
+    """F.scaled_dot_product_attention restricted to one backend."""
+    if on == "cpu" and backend != SDPBackend.FLASH_ATTENTION:
+        raise MissingError("needs CUDA")
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return heads_first(call)
+
+
+def flex(on: str) -> Call:
     """FlexAttention, compiled, with a block mask that is made once, as layers share it in a step.
 
     On a CPU it has no backward.
@@ -79,14 +87,12 @@ def flex(on: str) -> Callable[..., Tensor]:
         return module.create_block_mask(seen, batch, None, T, T, device=on)
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = None) -> Tensor:
-        seen = mask(q.shape[1], doc_ids)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return attend(q, k, v, block_mask=seen).transpose(1, 2)
+        return attend(q, k, v, block_mask=mask(q.shape[2], doc_ids))
 
-    return call
+    return heads_first(call)
 
 
-def varlen(on: str) -> Callable[..., Tensor]:
+def varlen(on: str) -> Call:
     """PyTorch's attention over sequences of several lengths: here documents, without padding."""
     try:
         attend = load("torch.nn.attention.varlen", "PyTorch 2.13", on).varlen_attn
@@ -112,9 +118,13 @@ def boundaries(doc_ids: Tensor) -> tuple[Tensor, int]:
     return offsets.int(), int(offsets.diff().max())
 
 
-def flash_attn(module: str, package: str, function: str, on: str) -> Callable[..., Tensor]:
+FLASH_ATTN = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+"""Module of each version of flash-attn."""
+
+
+def flash_attn(version: int, function: str, on: str) -> Call:
     """Attention of the package flash-attn; with `lengths` over a cache, for one new token each."""
-    attend = getattr(load(module, package, on), function)
+    attend = getattr(load(FLASH_ATTN[version], f"flash-attn {version}", on), function)
 
     def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Tensor:
         options = {"causal": True} if lengths is None else {"cache_seqlens": lengths}
@@ -124,36 +134,27 @@ def flash_attn(module: str, package: str, function: str, on: str) -> Callable[..
     return call
 
 
-def sdpa_decoding(on: str) -> Callable[..., Tensor]:
+def sdpa_decoding(on: str) -> Call:
     """F.scaled_dot_product_attention over caches that are full, which needs no lengths."""
-
-    def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-    return call
+    return heads_first(lambda q, k, v, lengths: F.scaled_dot_product_attention(q, k, v))
 
 
-def packed(maker: Maker, on: str) -> Callable[..., Tensor]:
+def packed(maker: Maker, on: str) -> Call:
     """Wraps attention for one tensor (B, T, 3 H, D): it gets the slices as views."""
     attend = maker(on)
     return lambda qkv: attend(*qkv.chunk(3, dim=2))
 
 
 ATTENTION: dict[str, Maker] = {
-    "sdpa-flash": partial(sdpa, "FLASH_ATTENTION"),
-    "sdpa-cudnn": partial(sdpa, "CUDNN_ATTENTION"),
-    "sdpa-efficient": partial(sdpa, "EFFICIENT_ATTENTION"),
+    "sdpa-flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa-cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa-efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "flex": flex,
-    "flash-attn-2": partial(flash_attn, "flash_attn", "flash-attn 2", "flash_attn_func"),
-    "flash-attn-3": partial(flash_attn, "flash_attn_interface", "flash-attn 3", "flash_attn_func"),
-    "flash-attn-4": partial(flash_attn, "flash_attn.cute", "flash-attn 4", "flash_attn_func"),
+    **{f"flash-attn-{x}": partial(flash_attn, x, "flash_attn_func") for x in FLASH_ATTN},
 }
-CACHED = "flash_attn_with_kvcache"
 DECODING: dict[str, Maker] = {
     "sdpa": sdpa_decoding,
-    "flash-attn-2": partial(flash_attn, "flash_attn", "flash-attn 2", CACHED),
-    "flash-attn-3": partial(flash_attn, "flash_attn_interface", "flash-attn 3", CACHED),
+    **{f"flash-attn-{x}": partial(flash_attn, x, "flash_attn_with_kvcache") for x in (2, 3)},
 }
 DOCUMENTS: dict[str, Maker] = {"flex": flex, "varlen": varlen}
 """Attention within documents, given as `doc_ids` (B, T)."""
@@ -162,7 +163,7 @@ DOCUMENTS: dict[str, Maker] = {"flex": flex, "varlen": varlen}
 # --- losses, Liger --------------------------------------------------------------------------------
 
 
-def chunked_cross_entropy(on: str) -> Callable[..., Tensor]:
+def chunked_cross_entropy(on: str) -> Call:
     """F.linear_cross_entropy in chunks of tokens and vocabulary, as PyTorch chooses them."""
     if on != "cuda":
         raise MissingError("needs CUDA: on a CPU it took ten times as long as eager")
@@ -174,7 +175,7 @@ def chunked_cross_entropy(on: str) -> Callable[..., Tensor]:
 
 def liger(
     module: str, name: str, on: str, *, constants: tuple[Any, ...] = (), first: bool = False
-) -> Callable[..., Any]:
+) -> Call:
     """Wraps an autograd function of the package liger-kernel.
 
     Args:
@@ -191,7 +192,7 @@ def liger(
     return call
 
 
-def liger_swiglu(on: str) -> Callable[..., Tensor]:
+def liger_swiglu(on: str) -> Call:
     product = liger("swiglu", "SiLUMul", on)
     return lambda x, bias: product(*(x + bias).chunk(2, dim=-1))
 
@@ -240,11 +241,7 @@ class Case:
         return ("fwd", "bwd", "both") if self.spec.differentiable else ("fwd",)
 
     def implementations(self, against: tuple[str, ...] = ()) -> dict[str, Maker]:
-        """Returns `ours` and others by name, such as `eager` (PyTorch's own ops).
-
-        Args:
-            against: names of the others; all of them by default, but torch.compile on a CPU.
-        """
+        """Returns `ours` and others by name, all by default, but torch.compile on a CPU."""
         spec, shape, others = self.spec, self.shape, self.peers
         if shape.get("docs"):
             others = {
@@ -252,15 +249,15 @@ class Case:
                 for name, maker in DOCUMENTS.items()
             }
 
-        def ours(on: str) -> Callable[..., Any]:
+        def ours(on: str) -> Call:
             """Our kernel where kernels run, else the function that the model calls on a CPU."""
             op = spec.op if on == "cuda" or INTERPRETING else spec.cpu or spec.op
             return spec.call(op, shape, on)
 
-        def eager(on: str) -> Callable[..., Any]:
+        def eager(on: str) -> Call:
             return spec.call(spec.eager, shape, on)
 
-        def compiled(on: str) -> Callable[..., Any]:
+        def compiled(on: str) -> Call:
             if on == "cpu" and not against:
                 raise MissingError("takes 10 to 20 s a case on a CPU: --against compiled")
             if not has_compiler():
@@ -298,13 +295,11 @@ def cases(
     quick: bool = False,
     full: bool = False,
 ) -> list[Case]:
-    """Returns the cases of a kind of device, `cpu` or `cuda`.
+    """Returns the cases of a kind of device, `cpu` or `cuda`; all that are worth it by default.
 
     Args:
-        op: names of ops; all by default.
-        size: names of sizes. By default all that are worth measuring on the device; `tiny`, the
-            first small problem of each op, is for rehearsals in Triton's interpreter.
-        dtype: bf16, fp16 or fp32; by default those that are worth measuring on the device.
+        size: names of sizes; `tiny`, the first small problem of each op, is for rehearsals in
+            Triton's interpreter.
         against: names of implementations, which must be known.
         quick: only the first case of each op.
         full: include the sizes that take long.

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -157,20 +158,27 @@ def read(folder: Path | None = None, name: str = "*.jsonl") -> list[Record]:
     return found
 
 
+def grouped(rows: Iterable[Record], key: str) -> dict[str, list[Record]]:
+    """Returns the records by their value of a key."""
+    found: dict[str, list[Record]] = {}
+    for row in rows:
+        found.setdefault(row[key], []).append(row)
+    return found
+
+
 def newest(rows: list[Record]) -> list[Record]:
     """Returns the records of the newest run of each device and case.
 
     A run that timed fewer implementations of the case than an earlier one does not replace it.
     """
-    runs: dict[tuple[str, str], dict[str, list[Record]]] = {}
-    for row in rows:
-        found = runs.setdefault((row["device"], row["case"]), {})
-        found.setdefault(row["run"], []).append(row)  # a run's name begins with its time
 
-    def rank(run: tuple[str, list[Record]]) -> tuple[int, str]:
-        return sum(row["figure"] is not None for row in run[1]), run[0]
+    def rank(run: list[Record]) -> tuple[int, str]:
+        return sum(row["figure"] is not None for row in run), run[0]["run"]  # begins with its time
 
-    return [row for found in runs.values() for row in max(found.items(), key=rank)[1]]
+    cases = (
+        x for found in grouped(rows, "device").values() for x in grouped(found, "case").values()
+    )
+    return [row for case in cases for row in max(grouped(case, "run").values(), key=rank)]
 
 
 def publish() -> None:

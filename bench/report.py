@@ -6,6 +6,7 @@ page, whose other parts are written by hand.
 
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from matplotlib.figure import Figure  # without pyplot: no display is looked for
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import records
-from bench.records import Record, is_ours
+from bench.records import Record, grouped, is_ours
 from fastgpt.errors import UsageError, UserError, run_command, writing
 from fastgpt.files import write_atomically
 
@@ -84,33 +85,26 @@ def put_into(path: Path, text: str, page: Path | None = None) -> None:
 def limits_of(rows: list[Record]) -> str:
     """Formats the machine's limits among the records: copy 37 GB/s."""
     found = (row for row in rows if row["case"].startswith("machine/") and row["figure"])
-    return ", ".join(
-        f"{row['case'][8:]} {row['figure']['p50'] / 1e9:,.0f} G{row['unit']}" for row in found
-    )
+    return ", ".join(f"{x['case'][8:]} {median(x) / 1e9:,.0f} G{x['unit']}" for x in found)
 
 
-def by_case(rows: Iterable[Record]) -> dict[str, list[Record]]:
-    """Returns the timed records of each case, the fastest first."""
-    cases: dict[str, list[Record]] = {}
-    for row in rows:
-        if row["figure"]:
-            cases.setdefault(row["case"], []).append(row)
-    return {k: sorted(v, key=lambda row: row["figure"]["p50"]) for k, v in cases.items()}
+def median(row: Record) -> float:
+    return row["figure"]["p50"]
 
 
 def fastest(rows: Iterable[Record], *, ours: bool) -> Record | None:
     """Returns the fastest of our records, or of the others."""
     found = (row for row in rows if row["figure"] and is_ours(row) == ours)
-    return min(found, key=lambda row: row["figure"]["p50"], default=None)
+    return min(found, key=median, default=None)
 
 
 def times_ours(row: Record, ours: Record) -> float:
-    return row["figure"]["p50"] / ours["figure"]["p50"]
+    return median(row) / median(ours)
 
 
 def duels(rows: Iterable[Record]) -> dict[str, list[Duel]]:
-    """Returns our record and the best peer's of each op's cases, with the backward if it has one."""
-    ops, cases = dict[str, list[Duel]](), by_case(row for row in rows if "bound" in row)
+    """Returns our record and the best peer's of each op's case, with its backward."""
+    ops, cases = dict[str, list[Duel]](), grouped((row for row in rows if "bound" in row), "case")
     for case, group in cases.items():
         name, _, which = case.rpartition("/")
         last = "both" if f"{name}/both" in cases else "fwd"
@@ -127,7 +121,7 @@ def ratios(found: Iterable[Duel]) -> list[float]:
 def summary(ours: Record, best: Record | None) -> tuple[str, ...]:
     """Returns case, ours in ms, best peer, its time in ms, and the ratio."""
     name, _, which = ours["case"].rpartition("/")
-    mine, its = (three_digits(row["figure"]["p50"] * 1e3) if row else "" for row in (ours, best))
+    mine, its = (three_digits(median(row) * 1e3) if row else "" for row in (ours, best))
     who, ratio = (best["implementation"], f"{times_ours(best, ours):.2f}x") if best else ("", "")
     return f"{name} {which}", mine, who, its, ratio
 
@@ -149,28 +143,27 @@ def op_table(ops: dict[str, list[Duel]]) -> str:
 
 def other_table(rows: list[Record]) -> str:
     """Returns a line for each step, race and generated text, with all implementations' times."""
-    lines = []
-    kinds = ("step/", "race/", "generate/")
-    for case, group in by_case(row for row in rows if row["case"].startswith(kinds)).items():
-        scale, unit = (1e3, "ms") if group[0]["figure"]["p50"] < 1 else (1, "s")
+    lines, kinds = [], ("step/", "race/", "generate/")
+    others = (row for row in rows if row["figure"] and row["case"].startswith(kinds))
+    for case, group in grouped(others, "case").items():
+        group.sort(key=median)
+        scale, unit = (1e3, "ms") if median(group[0]) < 1 else (1, "s")
         cells = []
         for row in group:
             name = f"**{row['implementation']}**" if is_ours(row) else row["implementation"]
             loss = f" (loss {row['val_loss'][-1]:.3f})" if "val_loss" in row else ""
-            cells.append(f"{name} {three_digits(scale * row['figure']['p50'])}{loss}")
+            cells.append(f"{name} {three_digits(scale * median(row))}{loss}")
         lines.append((case, unit, ", ".join(cells), group[0]["commit"][:7]))
     return table("case|unit|medians, fastest first|commit", lines)
 
 
-def plot(rows: list[Record], path: Path) -> None:
+def plot(devices: dict[str, dict[str, list[Duel]]], path: Path) -> None:
     """Draws the best peer's time over ours for every case of every op, a panel for each device."""
-    devices = sorted({row["device"] for row in rows if "bound" in row})
     figure = Figure(figsize=(10, 2.6 * len(devices)), layout="constrained")
-    for axes, device in zip(figure.subplots(len(devices), squeeze=False)[:, 0], devices):
-        ops = duels(row for row in rows if row["device"] == device)
-        for place, found in enumerate(ops.values()):
-            values = ratios(found)
-            axes.plot([place] * len(values), values, "o", alpha=0.6, color="tab:blue")
+    panels = figure.subplots(len(devices), squeeze=False)[:, 0]
+    for axes, (device, ops) in zip(panels, devices.items()):
+        for place, found in enumerate(map(ratios, ops.values())):
+            axes.plot([place] * len(found), found, "o", alpha=0.6, color="tab:blue")
         axes.axhline(1, color="grey", linewidth=1)
         axes.set_xticks(range(len(ops)), list(ops), rotation=20, fontsize=7, ha="right")
         axes.set(title=device, yscale="log", ylabel="best peer / ours")
@@ -182,15 +175,14 @@ def plot(rows: list[Record], path: Path) -> None:
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
-def section(device: str, rows: list[Record]) -> str:
+def section(device: str, rows: list[Record], ops: dict[str, list[Duel]]) -> str:
     """Returns the tables of one device."""
-    last = max(rows, key=lambda row: row["run"])
+    last, limits = max(rows, key=lambda row: row["run"]), limits_of(rows)
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
-    limits, ops = limits_of(rows), duels(rows)
     text = f"\n## {device}\n\n{versions}; [records](../bench/results/{records.slug(device)}.jsonl)."
     text += f" Limits of the machine: {limits}." * bool(limits) + "\n"
     if ops:
-        found = [round(x, 2) for group in ops.values() for x in ratios(group)]
+        found = [round(x, 2) for x in ratios(chain(*ops.values()))]
         faster, slower = sum(x > 1 for x in found), sum(x < 1 for x in found)
         text += (
             f"\nOurs is faster than the best peer in {faster} of {len(found)} cases, as fast in"
@@ -201,11 +193,13 @@ def section(device: str, rows: list[Record]) -> str:
 
 def write_page(page: Path = PAGE) -> None:
     """Writes the committed records into the page, and the plot beside it."""
-    rows = [row for row in records.read() if row["on"] in ("cpu", "cuda")]
-    devices = sorted({row["device"] for row in rows})
-    plot(rows, page.with_suffix("") / "ops.png")
-    text = "".join(section(d, [row for row in rows if row["device"] == d]) for d in devices)
-    put_into(page, text)
+    found = grouped((row for row in records.read() if row["on"] in ("cpu", "cuda")), "device")
+    ops = {device: duels(found[device]) for device in sorted(found)}
+    plot(
+        {device: groups for device, groups in ops.items() if groups},
+        page.with_suffix("") / "ops.png",
+    )
+    put_into(page, "".join(section(device, found[device], ops[device]) for device in ops))
 
 
 def publish() -> None:
