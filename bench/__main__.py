@@ -53,10 +53,7 @@ class Bench:
     dtype: tuple[Literal["bf16", "fp16", "fp32"], ...] = ()
     """Number formats; by default bf16 on CUDA, and on a CPU fp32 and bf16 where it is fast."""
     against: tuple[str, ...] = ()
-    """Implementations to measure beside ours, such as eager; by default all.
-
-    On a CPU, torch.compile of the reference is left out unless it is named: --against compiled.
-    """
+    """Implementations to measure beside ours; by default all, but `compiled` on a CPU."""
     quick: bool = False
     """Measure one case of each op, in less time: about a minute on a CPU."""
     full: bool = False
@@ -64,9 +61,7 @@ class Bench:
     rounds: int | None = None
     """Number of rounds of each pass; by default as many as fit into 0.5 s (0.2 s on a CPU)."""
     budget: float | None = None
-    """Seconds after which nothing further is started; the record says what is skipped.
-
-    By default 120 on a CPU, without --full and --against."""
+    """Seconds after which nothing is begun; by default 120 on a CPU without --full, --against."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure; `auto` takes CUDA if torch sees it, else the CPU."""
     json: bool = False
@@ -76,10 +71,7 @@ class Bench:
     out: Path | None = None
     """Folder of the record; by default bench/results/local."""
     publish: bool = False
-    """Move the local records beside the committed ones and write docs/benchmarks.md.
-
-    Nothing is moved if an op of ours gave wrong results.
-    """
+    """Move the local records beside the committed ones, if ours are right, and write the page."""
 
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 2:
@@ -102,20 +94,14 @@ def time_ops(
     units = {name: "B/s" if name == "copy" else "FLOP/s" for name in rates}
     yield [record(f"machine/{x}", "torch", figures[x], unit=units[x]) for x in rates]
     seconds = 0.125 if bench.quick or tiny else SECONDS[on]
-    options = {"seconds": seconds, "rounds": bench.rounds, "against": bench.against}
     for case in todo:
         if why := over():
             yield [record(case.name, "all", why=why)]
             continue
         try:
-            peaks = measure.peaks_of(rates, case.dtype)
-            for rows in measure.op_records(case, timer, peaks, **options):
-                yield [{**row, "state": records.state(on)} for row in rows]
+            yield from measure.op_records(case, timer, rates, seconds=seconds, rounds=bench.rounds)
         except Exception as error:  # keep earlier results and go on
             yield [record(case.name, "all", why=measure.in_one_line(error))]
-
-
-# --- what is printed ------------------------------------------------------------------------------
 
 
 def print_rows(rows: list[Record], once: Callable[[str], None]) -> None:
@@ -143,33 +129,32 @@ def print_rows(rows: list[Record], once: Callable[[str], None]) -> None:
     sys.stdout.flush()
 
 
-def slower(rows: list[Record], before: list[Record]) -> Iterator[str]:
-    """Yields a line for each op whose time, beside that of eager, exceeds the record's by SLOWER.
+def print_verdict(rows: list[Record], on: str) -> None:
+    """Prints ours beside the best peer of each case's last pass, then what became slower.
 
-    Eager was timed in the same turns, so its own change is the machine's.
+    An op is slower if its time exceeds the record's by SLOWER, and by more than eager's does. Eager
+    was timed in the same turns, so its own change is the machine's.
     """
+    for duel in itertools.chain(*report.duels(rows).values()):
+        name, ours, who, its, x = report.summary(*duel)
+        print(f"{name}: ours {ours} ms" + f", best peer {who} {its} ms, {x}" * bool(who))
+    here = records.described(on)["device"]
+    before = [row for row in records.read() if row["device"] == here]
     old, new = (
         {(row["case"], row["implementation"]): row for row in found if row["figure"]}
         for found in (before, rows)
     )
     change = {x: new[x]["figure"]["p20"] / old[x]["figure"]["p20"] for x in new if x in old}
+    lines = []
     for (case, who), times in change.items():
         machine = change.get((case, "eager"), 1.0)
         if who == "ours" and times > SLOWER * max(machine, 1.0):
             commit = old[case, who]["commit"][:12]
-            yield f"slower than at {commit}: {case} {times:.2f}x, eager {machine:.2f}x"
-
-
-def print_verdict(rows: list[Record], on: str) -> None:
-    """Prints ours beside the best peer of each case's last pass, then what became slower."""
-    for duel in itertools.chain(*report.duels(rows).values()):
-        name, ours, who, its, x = report.summary(*duel)
-        print(f"{name}: ours {ours} ms" + f", best peer {who} {its} ms, {x}" * bool(who))
-    name = records.described(on)["device"]
-    before = [row for row in records.read() if row["device"] == name]
-    lines = [*slower(rows, before)] or ["no op is slower than in the record"]
-    nothing = f"no record of {name} in bench/results: nothing to compare with"
-    print("\n".join(lines if before else [nothing]))
+            lines.append(f"slower than at {commit}: {case} {times:.2f}x, eager {machine:.2f}x")
+    none = "no op is slower than in the record"
+    if not before:
+        none = f"no record of {here} in bench/results: nothing to compare with"
+    print("\n".join(lines or [none]))
 
 
 def main(argv: list[str]) -> int:

@@ -16,13 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bench import records
 from bench.ops import Call, Case, Inputs
 from bench.records import Record, record
 from fastgpt.device.device import DTYPES, measured_peak
@@ -42,8 +42,7 @@ LENIENT = 0.02
 """Largest relative L2 error of a peer that is timed; FlashAttention in bf16 has about 0.005."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(NamedTuple):
     """A call to be timed: `call(prepare())`, of which only the call counts."""
 
     call: Callable[[Any], Any]
@@ -111,9 +110,6 @@ class Timer:
         return max(1, min(64, round(LEAST_SECONDS / max(seconds, 1e-9)))), 0.0
 
 
-# --- the machine's limits -------------------------------------------------------------------------
-
-
 def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -> dict[str, float]:
     """Measures FLOP/s of square matrix products, as `matmul <dtype>`, and bytes/s, as `copy`.
 
@@ -143,9 +139,6 @@ def limit(flops: float, size: float, peaks: dict[str, float]) -> tuple[float, st
     return times[bound], bound
 
 
-# --- processes ------------------------------------------------------------------------------------
-
-
 def time_process(what: str, *arguments: str, cwd: Path = ROOT) -> tuple[float, str]:
     """Runs Python as a process of its own; returns its seconds and its output.
 
@@ -171,9 +164,6 @@ def in_one_line(error: Exception) -> str:
     """Returns the first line of an error, with its type if it is not a `UserError`."""
     line = str(error).strip().partition("\n")[0][:200]
     return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"
-
-
-# --- is an implementation right -------------------------------------------------------------------
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
@@ -241,9 +231,6 @@ class Checker:
         return {"error": worst, "inexact": bool(wrong)}
 
 
-# --- passes ---------------------------------------------------------------------------------------
-
-
 def timed_pass(case: Case, call: Call, which: str, inputs: Inputs) -> Timed:
     """Prepares the timed call of a pass: `fwd` (saving for the backward), `bwd` or `both`."""
     upstream: list[Tensor] = []
@@ -281,34 +268,24 @@ def peak_bytes(timed: Timed) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-# --- a case of an op ------------------------------------------------------------------------------
-
-
 def op_records(
-    case: Case,
-    timer: Timer,
-    peaks: dict[str, float],
-    *,
-    seconds: float,
-    rounds: int | None = None,
-    against: tuple[str, ...] = (),
+    case: Case, timer: Timer, rates: dict[str, float], *, seconds: float, rounds: int | None = None
 ) -> Iterator[list[Record]]:
     """Measures a case; yields the records of implementations without a time, then of each pass.
 
     Args:
-        peaks: see `peaks_of`.
+        rates: see `machine_rates`.
         seconds: time for each pass, all implementations together; `rounds` goes before it.
-        against: names of the peers; all of them by default.
     """
     torch.compiler.reset()  # all cases compile the same code; together they pass a limit
-    checker, absent, about = Checker(case, timer.on), list[Record](), {"shape": case.shape}
+    checker, absent = Checker(case, timer.on), list[Record]()
     passed: dict[str, tuple[Call, dict[str, Any]]] = {}
-    for name, maker in case.implementations(against).items():
+    for name, maker in case.implementations().items():
         try:
             call = maker(timer.on)
             passed[name] = call, checker.check(name, call)
         except Exception as error:  # a broken installation may raise anything, the others still run
-            absent.append(record(case.name, name, why=in_one_line(error), **about))
+            absent.append(record(case.name, name, why=in_one_line(error), shape=case.shape))
     yield absent
     del checker
     inputs = case.inputs(timer.on)
@@ -316,13 +293,14 @@ def op_records(
         rivals = {n: timed_pass(case, call, which, inputs) for n, (call, _) in passed.items()}
         samples = timer.interleave(rivals, seconds=seconds, rounds=rounds)
         rows, (flops, size) = list[Record](), case.work()[which]
-        least, bound = limit(flops, size, peaks)
+        least, bound = limit(flops, size, peaks_of(rates, case.dtype))
+        state = records.state(timer.on)
         for name, figure in ((name, quantiles(taken)) for name, taken in samples.items()):
-            more = about | passed[name][1] | {
+            more = passed[name][1] | {
                 "tflops": flops / figure["p50"] / 1e12, "gb_per_s": size / figure["p50"] / 1e9,
-                "bound": bound, "share": least / figure["p50"],
+                "bound": bound, "share": least / figure["p50"], "state": state,
             }  # fmt: skip
             if timer.on == "cuda":
                 more["peak_bytes"] = peak_bytes(rivals[name])
-            rows.append(record(f"{case.name}/{which}", name, figure, **more))
+            rows.append(record(f"{case.name}/{which}", name, figure, shape=case.shape, **more))
         yield rows

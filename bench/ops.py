@@ -29,6 +29,7 @@ from fastgpt.kernels.specs import SPECS
 Inputs = dict[str, Tensor]
 Call = Callable[..., Any]
 Maker = Callable[[str], Call]
+Names = tuple[str, ...]
 
 
 class MissingError(UserError):
@@ -160,9 +161,6 @@ DOCUMENTS: dict[str, Maker] = {"flex": flex, "varlen": varlen}
 """Attention within documents, given as `doc_ids` (B, T)."""
 
 
-# --- losses, Liger --------------------------------------------------------------------------------
-
-
 def chunked_cross_entropy(on: str) -> Call:
     """F.linear_cross_entropy in chunks of tokens and vocabulary, as PyTorch chooses them."""
     if on != "cuda":
@@ -219,9 +217,6 @@ PEERS["linear_cross_entropy"]["torch-chunked"] = chunked_cross_entropy
 """Implementations by other libraries to compare each op with, by the op's name."""
 
 
-# --- cases ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
     """An op with input sizes and a dtype, to be benchmarked."""
@@ -231,6 +226,8 @@ class Case:
     shape: Problem
     dtype: str
     peers: Mapping[str, Maker]
+    against: Names = ()
+    """Implementations to measure beside ours; by default all, but torch.compile on a CPU."""
 
     @property
     def name(self) -> str:
@@ -240,8 +237,8 @@ class Case:
     def passes(self) -> tuple[str, ...]:
         return ("fwd", "bwd", "both") if self.spec.differentiable else ("fwd",)
 
-    def implementations(self, against: tuple[str, ...] = ()) -> dict[str, Maker]:
-        """Returns `ours` and others by name, all by default, but torch.compile on a CPU."""
+    def implementations(self) -> dict[str, Maker]:
+        """Returns `ours` and others by name."""
         spec, shape, others = self.spec, self.shape, self.peers
         if shape.get("docs"):
             others = {
@@ -254,19 +251,18 @@ class Case:
             op = spec.op if on == "cuda" or INTERPRETING else spec.cpu or spec.op
             return spec.call(op, shape, on)
 
-        def eager(on: str) -> Call:
-            return spec.call(spec.eager, shape, on)
-
         def compiled(on: str) -> Call:
-            if on == "cpu" and not against:
+            if on == "cpu" and not self.against:
                 raise MissingError("takes 10 to 20 s a case on a CPU: --against compiled")
             if not has_compiler():
                 raise MissingError("no C++ compiler was found (CXX, g++, clang++)")
             end_compile_workers_at_exit()
             return spec.call(torch.compile(spec.eager, dynamic=False), shape, on)
 
+        eager = partial(spec.call, spec.eager, shape)
         found = {"ours": ours, "eager": eager, "compiled": compiled, **others}
-        return {k: v for k, v in found.items() if not against or k in ("ours", *against)}
+        wanted = ("ours", *(self.against or found))
+        return {name: maker for name, maker in found.items() if name in wanted}
 
     def inputs(self, on: str) -> Inputs:
         """Makes random inputs, never zeros, because the data affects a GPU's power and clocks."""
@@ -286,21 +282,14 @@ class Case:
 
 
 def cases(
-    on: str,
-    op: tuple[str, ...] = (),
-    size: tuple[str, ...] = (),
-    dtype: tuple[str, ...] = (),
-    *,
-    against: tuple[str, ...] = (),
-    quick: bool = False,
-    full: bool = False,
-) -> list[Case]:
+    on: str, op: Names = (), size: Names = (), dtype: Names = (), *,
+    against: Names = (), quick: bool = False, full: bool = False,
+) -> list[Case]:  # fmt: skip
     """Returns the cases of a kind of device, `cpu` or `cuda`; all that are worth it by default.
 
     Args:
         size: names of sizes; `tiny`, the first small problem of each op, is for rehearsals in
             Triton's interpreter.
-        against: names of implementations, which must be known.
         quick: only the first case of each op.
         full: include the sizes that take long.
 
@@ -322,7 +311,7 @@ def cases(
         return {label: s for kind in kinds for label, s in spec.sizes.get(kind, {}).items()}
 
     found = [
-        Case(SPECS[name], label, shape, number, PEERS.get(name, {}))
+        Case(SPECS[name], label, shape, number, PEERS.get(name, {}), against)
         for name in op or SPECS
         for label, shape in sizes(SPECS[name]).items()
         if not size or label in size

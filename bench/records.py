@@ -28,7 +28,6 @@ RESULTS = Path(__file__).parent / "results"
 LOCAL = "local"
 """Folder in `RESULTS` of unpublished records."""
 PEERS = ("liger_kernel", "flash_attn", "flash_attn_3", "flash_attn_4", "transformers")
-DRIVER = "driver_version"
 ABOUT_GPU = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 OVER_BUDGET = "over the budget"
 
@@ -37,21 +36,15 @@ Record = dict[str, Any]
 
 
 def record(
-    case: str,
-    implementation: str,
-    figure: dict[str, float] | None = None,
-    *,
-    unit: str = "s",
-    why: str = "",
-    **more: Any,
-) -> Record:
+    case: str, implementation: str, figure: dict[str, float] | None = None, *,
+    unit: str = "s", why: str = "", **more: Any,
+) -> Record:  # fmt: skip
     """Makes a record.
 
     Args:
         case: what was measured, such as `layer_norm/gpt2-124m/bf16/fwd` or `step/baby/B=16`.
         implementation: who did it; `ours` or a name that begins with fastgpt is this project.
         figure: quantiles p20, p50 and p80, and the number of `samples`; None if there is none.
-        unit: unit of the figure.
         why: reason why there is no figure.
         more: what else this kind of case has.
     """
@@ -69,9 +62,6 @@ def failed(row: Record) -> bool:
     """Returns True for a case of an op that ours failed: wrong results, or an error."""
     ours = row["implementation"] in ("ours", "all") and not row["case"].startswith("test/")
     return ours and row["figure"] is None and not row.get("why", "").startswith(OVER_BUDGET)
-
-
-# --- the machine ----------------------------------------------------------------------------------
 
 
 def slug(name: str) -> str:
@@ -110,16 +100,12 @@ def described(on: str) -> dict[str, Any]:
     if isa := os.environ.get("ONEDNN_MAX_CPU_ISA"):  # products use fewer instructions
         name += f", {isa}"
     versions = facts["versions"] | {peer: installed(peer) for peer in PEERS}
-    about = {
-        "device": name,
-        "on": on,
+    driver = _nvidia_smi("driver_version") if on == "cuda" else {}
+    return {
+        "device": name, "on": on, **({"driver": driver["driver_version"]} if driver else {}),
         "versions": {package: version for package, version in versions.items() if version},
         "commit": facts["commit"] or "unknown",
-    }
-    return about | ({"driver": _nvidia_smi(DRIVER).get(DRIVER)} if on == "cuda" else {})
-
-
-# --- files ----------------------------------------------------------------------------------------
+    }  # fmt: skip
 
 
 class Writer:

@@ -59,11 +59,7 @@ def table(header: str, lines: Iterable[Iterable[str]]) -> str:
 
 
 def put_into(path: Path, text: str, page: Path | None = None) -> None:
-    """Writes `text` between the two marks of a page, whose rest is written by hand.
-
-    Args:
-        path: the page to read.
-        page: the page to write; by default the same.
+    """Writes `text` between the two marks of a page, or into a copy of it, `page`.
 
     Raises:
         UserError: the page lacks a mark, or cannot be written.
@@ -77,9 +73,6 @@ def put_into(path: Path, text: str, page: Path | None = None) -> None:
     with writing(page):
         page.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(page, f"{before}{begin}\n{text}{end}{after}".encode())
-
-
-# --- what records say -----------------------------------------------------------------------------
 
 
 def limits_of(rows: list[Record]) -> str:
@@ -124,9 +117,6 @@ def summary(ours: Record, best: Record | None) -> tuple[str, ...]:
     mine, its = (three_digits(median(row) * 1e3) if row else "" for row in (ours, best))
     who, ratio = (best["implementation"], f"{times_ours(best, ours):.2f}x") if best else ("", "")
     return f"{name} {which}", mine, who, its, ratio
-
-
-# --- docs/benchmarks.md ---------------------------------------------------------------------------
 
 
 def op_table(ops: dict[str, list[Duel]]) -> str:

@@ -19,9 +19,7 @@ from fastgpt.device import device
 DEVICE = device.pick_device("auto", "--device", ("cuda", "cpu"))
 
 
-@functools.lru_cache(maxsize=1)
-def checker_of(case: Case) -> Checker:
-    return Checker(case, DEVICE)
+checker_of = functools.lru_cache(maxsize=1)(functools.partial(Checker, on=DEVICE))
 
 
 @pytest.mark.parametrize(
