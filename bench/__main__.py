@@ -23,8 +23,6 @@ from fastgpt import flags
 from fastgpt.device import cpu, device
 from fastgpt.errors import UserError, run_command
 
-SECONDS = {"cuda": 0.5, "cpu": 0.2}
-"""Time in seconds to spend on one pass (forward, backward or both) of a case, by device."""
 CPU_BUDGET = 120.0
 """Default of `--budget` on a CPU; the last step that is begun takes under a minute."""
 CPU_STEPS = (
@@ -93,7 +91,7 @@ def time_ops(
     figures = {name: measure.quantiles([rate]) for name, rate in rates.items()}
     units = {name: "B/s" if name == "copy" else "FLOP/s" for name in rates}
     yield [record(f"machine/{x}", "torch", figures[x], unit=units[x]) for x in rates]
-    seconds = 0.125 if bench.quick or tiny else SECONDS[on]
+    seconds = 0.125 if bench.quick or tiny else 0.5 if on == "cuda" else 0.2
     for case in todo:
         if why := over():
             yield [record(case.name, "all", why=why)]

@@ -30,14 +30,8 @@ from fastgpt.errors import UserError
 from fastgpt.kernels.parity import complaints, errors, outputs_and_gradients
 
 ROOT = Path(__file__).parents[1]
-FLUSH_BYTES = 256 * 2**20
-"""Size of the write before each call: five times the L2 cache of an H200, twice that of a B200."""
-LEAST_SECONDS = 1e-3
-"""Shortest sample on a CPU: shorter calls are timed several at a time."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 """Size of the buffer whose copy is timed: far beyond any cache."""
-PAUSE_HZ = 2.0e9
-"""GPU clock assumed for the pause in which the host queues work; a slower one pauses longer."""
 LENIENT = 0.02
 """Largest relative L2 error of a peer that is timed; FlashAttention in bf16 has about 0.005."""
 
@@ -60,7 +54,8 @@ class Timer:
 
     def __init__(self, on: str) -> None:
         self.on = on
-        self.flush = torch.empty(FLUSH_BYTES if on == "cuda" else 0, dtype=torch.int8, device=on)
+        # for the write before each call: five times the L2 cache of an H200, twice that of a B200
+        self.flush = torch.empty(2**28 if on == "cuda" else 0, dtype=torch.int8, device=on)
 
     def sample(self, timed: Timed, calls: int = 1, pause: float = 0.0) -> float:
         """Returns the seconds of one call on the device, on a CPU the mean of `calls`."""
@@ -69,7 +64,7 @@ class Timer:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             self.flush.zero_()
-            torch.cuda._sleep(int(pause * PAUSE_HZ))
+            torch.cuda._sleep(int(pause * 2e9))  # at 2 GHz; a slower GPU pauses longer
             begin.record()
             call(states[0])
             end.record()
@@ -107,7 +102,7 @@ class Timer:
         seconds = time.perf_counter() - start
         if self.on == "cuda":
             return 1, min(1.5 * seconds, 0.01)
-        return max(1, min(64, round(LEAST_SECONDS / max(seconds, 1e-9)))), 0.0
+        return max(1, min(64, round(1e-3 / max(seconds, 1e-9)))), 0.0
 
 
 def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -> dict[str, float]:
@@ -289,12 +284,11 @@ def op_records(
     yield absent
     del checker
     inputs = case.inputs(timer.on)
-    for which in case.passes:
+    for which, (flops, size) in case.work().items():
         rivals = {n: timed_pass(case, call, which, inputs) for n, (call, _) in passed.items()}
         samples = timer.interleave(rivals, seconds=seconds, rounds=rounds)
-        rows, (flops, size) = list[Record](), case.work()[which]
+        rows, state = list[Record](), records.state(timer.on)
         least, bound = limit(flops, size, peaks_of(rates, case.dtype))
-        state = records.state(timer.on)
         for name, figure in ((name, quantiles(taken)) for name, taken in samples.items()):
             more = passed[name][1] | {
                 "tflops": flops / figure["p50"] / 1e12, "gb_per_s": size / figure["p50"] / 1e9,

@@ -4,11 +4,10 @@ Each size of an op in each dtype is a case: `attention/gpt2-124m/bf16`. No case 
 another implementation is faster there. CONTRIBUTING.md says how to add an op.
 
 An implementation is a function of the device, `cpu` or `cuda`, that returns the callable or raises
-`MissingError` with the reason why it cannot run here. A library is imported when it is first used.
+an error with the reason why it cannot run here. A library is imported when it is first used.
 """
 
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastgpt.device.device import DTYPES, end_compile_workers_at_exit, fast_bf16, has_compiler
+from fastgpt.device.device import DTYPES, end_compile_workers_at_exit, fast_bf16
 from fastgpt.errors import UserError, unknown_name
 from fastgpt.kernels.runtime import INTERPRETING
 from fastgpt.kernels.spec import Problem, Spec, Work
@@ -32,18 +31,14 @@ Maker = Callable[[str], Call]
 Names = tuple[str, ...]
 
 
-class MissingError(UserError):
-    """The reason why an implementation cannot run here."""
-
-
 def load(module: str, package: str, on: str) -> Any:
     """Imports the module of a package that runs on CUDA alone."""
     if on != "cuda":
-        raise MissingError("needs CUDA")
+        raise UserError("needs CUDA")
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingError(f"{package} is not installed ({error})") from error
+        raise UserError(f"{package} is not installed ({error})") from error
 
 
 # --- attention: (B, T, H, D) each -> (B, T, H, D), causal -----------------------------------------
@@ -62,7 +57,7 @@ def heads_first(attend: Call) -> Call:
 def sdpa(backend: SDPBackend, on: str) -> Call:
     """F.scaled_dot_product_attention restricted to one backend."""
     if on == "cpu" and backend != SDPBackend.FLASH_ATTENTION:
-        raise MissingError("needs CUDA")
+        raise UserError("needs CUDA")
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -95,11 +90,7 @@ def flex(on: str) -> Call:
 
 def varlen(on: str) -> Call:
     """PyTorch's attention over sequences of several lengths: here documents, without padding."""
-    try:
-        attend = load("torch.nn.attention.varlen", "PyTorch 2.13", on).varlen_attn
-        inspect.signature(attend).bind_partial(window_size=(-1, 0))
-    except (AttributeError, TypeError) as error:
-        raise MissingError(f"needs PyTorch 2.13 ({error})") from error
+    attend = load("torch.nn.attention.varlen", "PyTorch 2.13", on).varlen_attn
     ends = cache(boundaries)
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor) -> Tensor:
@@ -114,8 +105,7 @@ def varlen(on: str) -> Call:
 def boundaries(doc_ids: Tensor) -> tuple[Tensor, int]:
     """Returns the offsets where documents (B, T) begin and end, int32, and the longest's length."""
     begins = doc_ids.diff(dim=1, prepend=doc_ids[:, :1] - 1) != 0
-    total = torch.tensor([doc_ids.numel()], device=doc_ids.device)
-    offsets = torch.cat((begins.flatten().nonzero()[:, 0], total))
+    offsets = F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=doc_ids.numel())
     return offsets.int(), int(offsets.diff().max())
 
 
@@ -153,10 +143,6 @@ ATTENTION: dict[str, Maker] = {
     "flex": flex,
     **{f"flash-attn-{x}": partial(flash_attn, x, "flash_attn_func") for x in FLASH_ATTN},
 }
-DECODING: dict[str, Maker] = {
-    "sdpa": sdpa_decoding,
-    **{f"flash-attn-{x}": partial(flash_attn, x, "flash_attn_with_kvcache") for x in (2, 3)},
-}
 DOCUMENTS: dict[str, Maker] = {"flex": flex, "varlen": varlen}
 """Attention within documents, given as `doc_ids` (B, T)."""
 
@@ -164,11 +150,8 @@ DOCUMENTS: dict[str, Maker] = {"flex": flex, "varlen": varlen}
 def chunked_cross_entropy(on: str) -> Call:
     """F.linear_cross_entropy in chunks of tokens and vocabulary, as PyTorch chooses them."""
     if on != "cuda":
-        raise MissingError("needs CUDA: on a CPU it took ten times as long as eager")
-    try:
-        return partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
-    except AttributeError as error:
-        raise MissingError("needs PyTorch 2.13") from error
+        raise UserError("needs CUDA: on a CPU it took ten times as long as eager")
+    return partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
 
 
 def liger(
@@ -210,7 +193,10 @@ LIGER: dict[str, Maker] = {
 PEERS: dict[str, dict[str, Maker]] = {
     "attention": ATTENTION,
     "attention_packed": {name: partial(packed, maker) for name, maker in ATTENTION.items()},
-    "decode_attention": DECODING,
+    "decode_attention": {
+        "sdpa": sdpa_decoding,
+        **{f"flash-attn-{x}": partial(flash_attn, x, "flash_attn_with_kvcache") for x in (2, 3)},
+    },
     **{op: {"liger": maker} for op, maker in LIGER.items()},
 }
 PEERS["linear_cross_entropy"]["torch-chunked"] = chunked_cross_entropy
@@ -233,10 +219,6 @@ class Case:
     def name(self) -> str:
         return f"{self.spec.name}/{self.label}/{self.dtype}"
 
-    @property
-    def passes(self) -> tuple[str, ...]:
-        return ("fwd", "bwd", "both") if self.spec.differentiable else ("fwd",)
-
     def implementations(self) -> dict[str, Maker]:
         """Returns `ours` and others by name."""
         spec, shape, others = self.spec, self.shape, self.peers
@@ -253,9 +235,7 @@ class Case:
 
         def compiled(on: str) -> Call:
             if on == "cpu" and not self.against:
-                raise MissingError("takes 10 to 20 s a case on a CPU: --against compiled")
-            if not has_compiler():
-                raise MissingError("no C++ compiler was found (CXX, g++, clang++)")
+                raise UserError("takes 10 to 20 s a case on a CPU: --against compiled")
             end_compile_workers_at_exit()
             return spec.call(torch.compile(spec.eager, dynamic=False), shape, on)
 
@@ -278,6 +258,7 @@ class Case:
         return self.spec.inputs(self.shape, make)
 
     def work(self) -> Work:
+        """Counts the FLOPs and bytes of each pass that the op has."""
         return self.spec.work(self.shape, DTYPES[self.dtype].itemsize)
 
 

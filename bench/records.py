@@ -70,13 +70,10 @@ def slug(name: str) -> str:
 
 
 def state(on: str) -> dict[str, Any]:
-    """Reads a GPU's clocks, temperature and power, or a CPU's clocks and load."""
+    """Reads a GPU's clocks, temperature and power, or a CPU's load."""
     if on == "cuda":
         return _nvidia_smi(*ABOUT_GPU)
-    info = Path("/proc/cpuinfo")
-    clocks = re.findall(r"cpu MHz\s*: ([\d.]+)", info.read_text()) if info.exists() else []
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {"mhz": [round(float(mhz)) for mhz in clocks], "load": load}
+    return {"load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None}
 
 
 def _nvidia_smi(*fields: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch
 from bench import __main__ as command
 from bench import measure, ops, records, report
 from bench.measure import Checker, Timed, Timer, op_records, quantiles, timed_pass
-from bench.ops import Case, MissingError, cases
+from bench.ops import Case, cases
 from bench.records import record
 from fastgpt.errors import UserError
 from fastgpt.kernels.specs import SPECS
@@ -86,7 +86,7 @@ def rows_of(case: Case) -> tuple[dict[str, list[dict]], set[str]]:
     return rows, {name for name in rows if [bool(x["figure"]) for x in rows[name]] == [True] * 3}
 
 
-def times(factor: float):
+def times(factor):
     return lambda *qkv: factor * EAGER(*qkv)
 
 
@@ -99,7 +99,6 @@ def times(factor: float):
         (lambda *qkv: EAGER(*qkv)[..., :-1], "RuntimeError: Mismatch in shape"),
         (mock.Mock(side_effect=RuntimeError("no kernel\nat all")), "RuntimeError: no kernel"),
     ],
-    ids=["output", "gradient", "nan", "shape", "raises"],
 )
 def test_a_kernel_made_wrong_gets_no_time(wrong, why):
     rows, timed = rows_of(attention(ours=wrong))
@@ -123,7 +122,7 @@ def test_a_peer_that_is_beyond_the_rule_or_broken_costs_nobody_else_a_time():
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(ops.importlib, "import_module", mock.Mock(side_effect=ImportError))
-    with pytest.raises(MissingError, match="flash-attn 3 is not installed"):
+    with pytest.raises(UserError, match="flash-attn 3 is not installed"):
         ops.ATTENTION["flash-attn-3"]("cuda")
 
 
@@ -179,10 +178,7 @@ def test_a_wrong_kernel_of_ours_fails_the_command(name, status, tmp_path, monkey
     monkeypatch.setattr(command, "cases", lambda *_, **options: [case])
     assert command.main([*TINY, str(tmp_path)]) == status
     assert f"{name} not timed" in capsys.readouterr().out
-
-
-def test_what_the_budget_leaves_out_is_recorded(tmp_path):
-    assert command.main([*TINY, str(tmp_path), "--budget", "0", "--op", "rms_norm"]) == 0
+    assert command.main([*TINY, str(tmp_path), "--budget", "0"]) == 0
     assert "over the budget of 0 s" in [row.get("why") for row in records.read(tmp_path)]
 
 
@@ -205,10 +201,8 @@ def test_what_the_budget_leaves_out_is_recorded(tmp_path):
 )
 def test_wrong_arguments_get_one_line(name, argv, message, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "RESULTS", tmp_path)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=rf"^.*{re.escape(message)}.*\Z"):  # no line break
         importlib.import_module(f"bench.{name}").main(argv.split())
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -221,19 +215,18 @@ def row_of(who, seconds, run="r1", case="attention/gpt2-124m/bf16/both", why="")
 def test_the_newest_run_of_a_case_is_published_unless_ours_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     page, local = tmp_path / "page.md", tmp_path / "local"
+    local.mkdir()
     page.write_text("by hand <!-- from the records --> old <!-- to here --> also")
     monkeypatch.setattr(report, "write_page", partial(report.write_page, page))
-    local.mkdir()
 
     def add(*rows):
-        with (local / "a-gpu.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        (local / "a-gpu.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     add(row_of("ours", 4e-3, "r0"), row_of("eager", 3e-3, "r0"))
     report.main([])
     step = row_of("fastgpt", 0.2, "r1", case="step/baby/B=16")
-    add(row_of("ours", 2e-3), row_of("eager", 3e-3), step)
-    add(row_of("ours", 1e-3, "r2"))  # without a peer, it replaces nothing
+    alone = row_of("ours", 1e-3, "r2")  # without a peer, it replaces nothing
+    add(row_of("ours", 2e-3), row_of("eager", 3e-3), step, alone)
     report.main([])
     assert [row["run"] for row in records.read()] == ["r1", "r1", "r1"]
     assert records.read(local) == []
