@@ -64,8 +64,6 @@ class Bench:
     """Device to measure; `auto` takes CUDA if torch sees it, else the CPU."""
     json: bool = False
     """Print each record as a line of JSON, and nothing else."""
-    nanogpt: Path | None = None
-    """Path of a nanoGPT checkout, to measure its training step as well."""
     out: Path | None = None
     """Folder of the record; by default bench/results/local."""
     publish: bool = False
@@ -186,7 +184,7 @@ def main(argv: list[str]) -> int:
         if why := over():
             print(f"step/{asked.recipe}: {why}")
         else:
-            step.run(replace(asked, nanogpt=bench.nanogpt, out=bench.out))
+            step.run(replace(asked, out=bench.out))
     if not bench.json:
         print(f"wrote {writer.path}")
         print_verdict(rows, on)

@@ -268,9 +268,7 @@ def op_records(
 ) -> Iterator[list[Record]]:
     """Measures a case; yields the records of implementations without a time, then of each pass.
 
-    Args:
-        rates: see `machine_rates`.
-        seconds: time for each pass, all implementations together; `rounds` goes before it.
+    A pass takes `seconds`, all implementations together, or `rounds`. `rates` are `machine_rates`.
     """
     torch.compiler.reset()  # all cases compile the same code; together they pass a limit
     checker, absent = Checker(case, timer.on), list[Record]()

@@ -45,7 +45,7 @@ def load(module: str, package: str, on: str) -> Any:
 
 
 def heads_first(attend: Call) -> Call:
-    """Wraps attention of (B, H, T, D)."""
+    """Wraps attention on tensors (B, H, T, D), for tensors (B, T, H, D)."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, *more: Tensor, **options: Tensor) -> Tensor:
         qkv = (x.transpose(1, 2) for x in (q, k, v))
@@ -157,12 +157,7 @@ def chunked_cross_entropy(on: str) -> Call:
 def liger(
     module: str, name: str, on: str, *, constants: tuple[Any, ...] = (), first: bool = False
 ) -> Call:
-    """Wraps an autograd function of the package liger-kernel.
-
-    Args:
-        constants: arguments after the tensors.
-        first: keep only the first result.
-    """
+    """Wraps an autograd function of the package liger-kernel, with constants after its tensors."""
     found = load(f"liger_kernel.ops.{module}", "liger-kernel", on)
     apply = getattr(found, f"Liger{name}Function").apply
 
@@ -268,11 +263,7 @@ def cases(
 ) -> list[Case]:  # fmt: skip
     """Returns the cases of a kind of device, `cpu` or `cuda`; all that are worth it by default.
 
-    Args:
-        size: names of sizes; `tiny`, the first small problem of each op, is for rehearsals in
-            Triton's interpreter.
-        quick: only the first case of each op.
-        full: include the sizes that take long.
+    The size `tiny`, the first small problem of each op, is for rehearsals in Triton's interpreter.
 
     Raises:
         UserError: a name is unknown, or nothing matches.

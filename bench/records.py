@@ -106,12 +106,7 @@ def described(on: str) -> dict[str, Any]:
 
 
 class Writer:
-    """Adds lines to a file of records.
-
-    Args:
-        out: folder of the file; by default `bench/results/local`.
-        settings: settings of the run, written on every line.
-    """
+    """Adds lines with a run's settings to a file in `out`, by default `bench/results/local`."""
 
     def __init__(self, on: str, out: Path | None = None, **settings: Any) -> None:
         run = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{os.getpid()}"

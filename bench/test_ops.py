@@ -1,6 +1,7 @@
 """Times the ops as cases of pytest-benchmark: `pytest bench --benchmark-only -k norm`.
 
-The cases, passes and implementations are those of `python -m bench`. A peer that fails is skipped. pytest-benchmark keeps, prints and compares the times: save the runs of two commits with
+The cases, passes and implementations are those of `python -m bench`; a peer that fails is skipped.
+pytest-benchmark keeps, prints and compares the times: save the runs of two commits with
 `--benchmark-autosave` and add `--benchmark-compare` to the second. On CUDA its times include the
 host's part of a call; `python -m bench` leaves it out.
 """
