@@ -5,13 +5,16 @@ record in bench/results. The measurements are added to bench/results/local. The 
 an op of ours was not timed because its results were wrong.
 """
 
+import functools
+import itertools
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bench import measure, records, report, step
 from bench.ops import Case, cases
@@ -20,17 +23,16 @@ from fastgpt import flags
 from fastgpt.device import cpu, device
 from fastgpt.errors import UserError, run_command
 
-SECONDS = {"cuda": 0.5, "cpu": 0.2}
-"""Time in seconds to spend on one pass (forward, backward or both) of a case, by device."""
 CPU_BUDGET = 120.0
 """Default of `--budget` on a CPU; the last step that is begun takes under a minute."""
-CPU_STEPS: dict[str, dict[str, Any]] = {
-    "shakespeare-cpu": {"rounds": 5},
-    "shakespeare-char": {"rounds": 2, "batch": (4,)},  # its own 64 would take minutes
-}
-"""Recipes whose training step is measured on a CPU."""
+CPU_STEPS = (
+    step.StepBench(recipe="shakespeare-cpu"),
+    step.StepBench(recipe="shakespeare-char", rounds=2, batch=(4,)),  # its own 64 takes minutes
+)
+"""Training steps that are measured on a CPU."""
 SLOWER = 1.1
 """Time over the record's from which an op counts as slower."""
+BEYOND = " (beyond the tests' rule)"
 HEADER = f"  pass implementation  {'µs p20 p50 p80':>26}  {'rate':>13}  of limit        x    error"
 
 
@@ -49,10 +51,7 @@ class Bench:
     dtype: tuple[Literal["bf16", "fp16", "fp32"], ...] = ()
     """Number formats; by default bf16 on CUDA, and on a CPU fp32 and bf16 where it is fast."""
     against: tuple[str, ...] = ()
-    """Implementations to measure beside ours, such as eager; by default all.
-
-    On a CPU, torch.compile of the reference is left out unless it is named: --against compiled.
-    """
+    """Implementations to measure beside ours; by default all, but `compiled` on a CPU."""
     quick: bool = False
     """Measure one case of each op, in less time: about a minute on a CPU."""
     full: bool = False
@@ -60,22 +59,15 @@ class Bench:
     rounds: int | None = None
     """Number of rounds of each pass; by default as many as fit into 0.5 s (0.2 s on a CPU)."""
     budget: float | None = None
-    """Seconds after which nothing further is started; the record says what is skipped.
-
-    By default 120 on a CPU, without --full and --against."""
+    """Seconds after which nothing is begun; by default 120 on a CPU without --full, --against."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure; `auto` takes CUDA if torch sees it, else the CPU."""
     json: bool = False
     """Print each record as a line of JSON, and nothing else."""
-    nanogpt: Path | None = None
-    """Path of a nanoGPT checkout, to measure its training step as well."""
     out: Path | None = None
     """Folder of the record; by default bench/results/local."""
     publish: bool = False
-    """Move the local records beside the committed ones and write docs/benchmarks.md.
-
-    Nothing is moved if an op of ours gave wrong results.
-    """
+    """Move the local records beside the committed ones, if ours are right, and write the page."""
 
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 2:
@@ -84,114 +76,81 @@ class Bench:
             raise UserError("--publish and --out are both given: expected one of them")
 
 
-def time_ops(bench: Bench, todo: list[Case], on: str, end: float) -> Iterator[list[Record]]:
+def time_ops(
+    bench: Bench, todo: list[Case], on: str, over: Callable[[], str]
+) -> Iterator[list[Record]]:
     """Yields the machine's limits, then the records of each pass of each case.
 
-    Args:
-        end: time of the clock from which on no case is started.
+    A case is not begun if `over` returns a reason.
     """
     timer, tiny = measure.Timer(on), bench.size == ("tiny",)
     dtypes = tuple(dict.fromkeys(case.dtype for case in todo))
     rates = measure.machine_rates(timer, dtypes, 0.25 if tiny else 1.0)
-    yield [
-        record(
-            f"machine/{name}", "torch", measure.quantiles([rate]),
-            unit="B/s" if name == "copy" else "FLOP/s",
-        )
-        for name, rate in rates.items()
-    ]  # fmt: skip
-    seconds = 0.125 if bench.quick or tiny else SECONDS[on]
+    figures = {name: measure.quantiles([rate]) for name, rate in rates.items()}
+    units = {name: "B/s" if name == "copy" else "FLOP/s" for name in rates}
+    yield [record(f"machine/{x}", "torch", figures[x], unit=units[x]) for x in rates]
+    seconds = 0.125 if bench.quick or tiny else 0.5 if on == "cuda" else 0.2
     for case in todo:
-        if time.perf_counter() > end:
-            yield [record(case.name, "all", why=f"{OVER_BUDGET} of {bench.budget:.0f} s")]
+        if why := over():
+            yield [record(case.name, "all", why=why)]
             continue
-        peaks = measure.peaks_of(rates, case.dtype)
-        options = {"seconds": seconds, "rounds": bench.rounds, "against": bench.against}
         try:
-            for rows in measure.op_records(case, timer, peaks, **options):
-                yield [{**row, "state": records.state(on)} for row in rows]
+            yield from measure.op_records(case, timer, rates, seconds=seconds, rounds=bench.rounds)
         except Exception as error:  # keep earlier results and go on
             yield [record(case.name, "all", why=measure.in_one_line(error))]
 
 
-# --- what is printed ------------------------------------------------------------------------------
-
-
-def row_line(row: Record, rows: list[Record]) -> str:
-    """Formats one implementation's time of a pass; `rows` has all of that pass."""
-    ours, best = report.ours_and_best(rows)
-    over = best if row is ours else row
-    x = f"{report.times_ours(over, ours):.2f}x" if ours and over else ""
-    which = row["case"].rpartition("/")[2] if row is rows[0] else ""
-    inexact = " (beyond the tests' rule)" * row["inexact"]
-    return (
-        f"  {which:4} {row['implementation']:14}  {report.quantiles_of(row, 1e6):>26}"
-        f"  {report.rate(row):>13}  {row['share']:>4.0%} {row['bound']:6} {x:>6}"
-        f"  {row['error']:.1e}{inexact}"
-    )
-
-
-def print_rows(rows: list[Record], said: set[str]) -> None:
-    """Prints what was measured last; titles and reasons only if they are not in `said`."""
-
-    def once(line: str) -> None:
-        if line not in said:
-            print(line)
-        said.add(line)
-
-    if rows[0]["case"].startswith("machine/"):
-        rates = (
-            f"{row['case'][8:]} {row['figure']['p50'] / 1e9:,.0f} G{row['unit']}" for row in rows
-        )
-        print(f"limits of the machine: {', '.join(rates)}\n{HEADER}")
+def print_rows(rows: list[Record], once: Callable[[str], None]) -> None:
+    """Prints what was measured last; `once` prints a title or a reason that it did not print."""
+    case, timed = rows[0]["case"], [row for row in rows if row["figure"]]
+    if case.startswith("machine/"):
+        print(f"limits of the machine: {report.limits_of(rows)}\n{HEADER}")
         return
     shape = " ".join(f"{key}={value}" for key, value in rows[0].get("shape", {}).items())
-    once(f"{'/'.join(rows[0]['case'].split('/')[:3])}  {shape}")
-    timed = [row for row in rows if row["figure"]]
+    once(f"{'/'.join(case.split('/')[:3])}  {shape}")
+    ours, best = (report.fastest(timed, ours=ours) for ours in (True, False))
     for row in timed:
-        print(row_line(row, timed))
+        which = case.rpartition("/")[2] if row is timed[0] else ""
+        over = best if row is ours else row
+        x = f"{report.times_ours(over, ours):.2f}x" if ours and over else ""
+        print(
+            f"  {which:4} {row['implementation']:14}  {report.quantiles_of(row, 1e6):>26}"
+            f"  {report.rate(row):>13}  {row['share']:>4.0%} {row['bound']:6} {x:>6}"
+            f"  {row['error']:.1e}{BEYOND * row['inexact']}"
+        )
     for row in rows:
-        if row["figure"] is None:
+        if not row["figure"]:
             about = "" if row["implementation"] in ("ours", "eager", "all") else "from here on "
             once(f"       {row['implementation']} not timed {about}({row['why']})")
     sys.stdout.flush()
 
 
-def slower(rows: list[Record], before: list[Record]) -> Iterator[str]:
-    """Yields a line for each op whose time, beside that of eager, exceeds the record's by SLOWER.
-
-    Eager was timed in the same turns, so its own change is the machine's.
-    """
-    known = {(row["case"], row["implementation"]): row for row in before if row["figure"]}
-
-    def change(row: Record) -> float:
-        old = known.get((row["case"], row["implementation"]))
-        return row["figure"]["p20"] / old["figure"]["p20"] if old else 1.0
-
-    timed = {(row["case"], row["implementation"]): row for row in rows if row["figure"]}
-    for (case, who), row in timed.items():
-        eager = timed.get((case, "eager"))
-        machine = change(eager) if eager else 1.0
-        if who == "ours" and change(row) > SLOWER * max(machine, 1.0):
-            commit = known[case, who]["commit"][:12]
-            yield f"slower than at {commit}: {case} {change(row):.2f}x, eager {machine:.2f}x"
-
-
 def print_verdict(rows: list[Record], on: str) -> None:
-    """Prints ours beside the best peer of each case's last pass, then what became slower."""
-    for group in report.last_passes(rows):
-        if summary := report.summary(group):
-            name, ours, who, its, x, _ = summary
-            against = f", best peer {who} {its} ms, {x}" if who else ""
-            print(f"{name}: ours {ours} ms{against}")
-    name = records.described(on)["device"]
-    before = [row for row in records.read() if row["device"] == name]
+    """Prints ours beside the best peer of each case's last pass, then what became slower.
+
+    An op is slower if its time exceeds the record's by SLOWER, and by more than eager's does. Eager
+    was timed in the same turns, so its own change is the machine's.
+    """
+    for duel in itertools.chain(*report.duels(rows).values()):
+        name, ours, who, its, x = report.summary(*duel)
+        print(f"{name}: ours {ours} ms" + f", best peer {who} {its} ms, {x}" * bool(who))
+    here = records.described(on)["device"]
+    before = [row for row in records.read() if row["device"] == here]
+    old, new = (
+        {(row["case"], row["implementation"]): row for row in found if row["figure"]}
+        for found in (before, rows)
+    )
+    change = {x: new[x]["figure"]["p20"] / old[x]["figure"]["p20"] for x in new if x in old}
+    lines = []
+    for (case, who), times in change.items():
+        machine = change.get((case, "eager"), 1.0)
+        if who == "ours" and times > SLOWER * max(machine, 1.0):
+            commit = old[case, who]["commit"][:12]
+            lines.append(f"slower than at {commit}: {case} {times:.2f}x, eager {machine:.2f}x")
+    none = "no op is slower than in the record"
     if not before:
-        print(f"no record of {name} in bench/results: nothing to compare with")
-    elif not (lines := [*slower(rows, before)]):
-        print("no op is slower than in the record")
-    else:
-        print("\n".join(lines))
+        none = f"no record of {here} in bench/results: nothing to compare with"
+    print("\n".join(lines or [none]))
 
 
 def main(argv: list[str]) -> int:
@@ -203,34 +162,35 @@ def main(argv: list[str]) -> int:
     todo = cases(on, bench.op, bench.size, bench.dtype, **which)
     if on == "cpu":
         cpu.keep_freed_memory()
-    unlimited = on != "cpu" or bench.full or bool(bench.against)
-    usual = float("inf") if unlimited else CPU_BUDGET
-    bench = replace(bench, budget=usual if bench.budget is None else bench.budget)
-    assert bench.budget is not None
-    end = time.perf_counter() + bench.budget
+    unlimited = on != "cpu" or bench.full or bench.against
+    usual = math.inf if unlimited else CPU_BUDGET
+    budget, start = usual if bench.budget is None else bench.budget, time.perf_counter()
+
+    def over() -> str:
+        late = time.perf_counter() - start > budget
+        return f"{OVER_BUDGET} of {budget:.0f} s" if late else ""
+
     writer = records.Writer(on, bench.out, quick=bench.quick, rounds=bench.rounds)
-    rows: list[Record] = []
-    said = set[str]()
-    for found in filter(None, time_ops(bench, todo, on, end)):
+    rows, once = list[Record](), functools.cache(print)
+    for found in filter(None, time_ops(bench, todo, on, over)):
         writer.write(*found)
         if bench.json:
             print("\n".join(map(json.dumps, found)), flush=True)
         else:
-            print_rows(found, said)
+            print_rows(found, once)
         rows += found
     only_ops = bench.op or bench.size or bench.dtype or bench.against or bench.json
-    for recipe, options in CPU_STEPS.items() if on == "cpu" and not only_ops else ():
-        if time.perf_counter() > end:
-            print(f"step/{recipe}: {OVER_BUDGET} of {bench.budget:.0f} s")
+    for asked in CPU_STEPS if on == "cpu" and not only_ops else ():
+        if why := over():
+            print(f"step/{asked.recipe}: {why}")
         else:
-            asked = step.StepBench(recipe=recipe, nanogpt=bench.nanogpt, out=bench.out)
-            step.run(replace(asked, **options))
+            step.run(replace(asked, out=bench.out))
     if not bench.json:
         print(f"wrote {writer.path}")
         print_verdict(rows, on)
     wrong = any(map(records.failed, rows))
     if bench.publish and not wrong:
-        print(f"wrote {report.publish()}")
+        report.publish()
     return int(wrong)
 
 

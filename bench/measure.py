@@ -10,39 +10,33 @@ results gets no time. A peer beyond the rule is still timed if its relative L2 e
 LENIENT, because leaving it out would flatter us.
 """
 
+import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.ops import Case, Inputs, MissingError
+from bench import records
+from bench.ops import Call, Case, Inputs
 from bench.records import Record, record
 from fastgpt.device.device import DTYPES, measured_peak
 from fastgpt.errors import UserError
 from fastgpt.kernels.parity import complaints, errors, outputs_and_gradients
 
 ROOT = Path(__file__).parents[1]
-FLUSH_BYTES = 256 * 2**20
-"""Size of the write before each call: five times the L2 cache of an H200, twice that of a B200."""
-LEAST_SECONDS = 1e-3
-"""Shortest sample on a CPU: shorter calls are timed several at a time."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 """Size of the buffer whose copy is timed: far beyond any cache."""
-PAUSE_HZ = 2.0e9
-"""GPU clock assumed for the pause in which the host queues work; a slower one pauses longer."""
 LENIENT = 0.02
 """Largest relative L2 error of a peer that is timed; FlashAttention in bf16 has about 0.005."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(NamedTuple):
     """A call to be timed: `call(prepare())`, of which only the call counts."""
 
     call: Callable[[Any], Any]
@@ -60,32 +54,26 @@ class Timer:
 
     def __init__(self, on: str) -> None:
         self.on = on
-        self.flush = torch.empty(FLUSH_BYTES if on == "cuda" else 0, dtype=torch.int8, device=on)
+        # for the write before each call: five times the L2 cache of an H200, twice that of a B200
+        self.flush = torch.empty(2**28 if on == "cuda" else 0, dtype=torch.int8, device=on)
 
     def sample(self, timed: Timed, calls: int = 1, pause: float = 0.0) -> float:
-        """Returns the seconds of one call on the device, the mean of `calls`."""
+        """Returns the seconds of one call on the device, on a CPU the mean of `calls`."""
+        states, call = [timed.prepare() for _ in range(calls)], timed.call
         if self.on == "cuda":
-            return self._sample_cuda(timed, pause)
-        return self._host_seconds(timed, calls)
-
-    def _host_seconds(self, timed: Timed, calls: int = 1) -> float:
-        states = [timed.prepare() for _ in range(calls)]
-        call, start = timed.call, time.perf_counter()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            self.flush.zero_()
+            torch.cuda._sleep(int(pause * 2e9))  # at 2 GHz; a slower GPU pauses longer
+            begin.record()
+            call(states[0])
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) / 1e3
+        start = time.perf_counter()
         for state in states:
             call(state)
         return (time.perf_counter() - start) / calls
-
-    def _sample_cuda(self, timed: Timed, pause: float) -> float:
-        state = timed.prepare()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        self.flush.zero_()
-        torch.cuda._sleep(int(pause * PAUSE_HZ))
-        begin.record()
-        timed.call(state)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
 
     def interleave(
         self, rivals: Mapping[str, Timed], *, seconds: float, rounds: int | None = None
@@ -109,21 +97,18 @@ class Timer:
     def _plan(self, timed: Timed) -> tuple[int, float]:
         """Returns (calls per sample, seconds of pause before each), measured with two calls."""
         self.sample(timed)
-        seconds = self._host_seconds(timed)
+        state, start = timed.prepare(), time.perf_counter()
+        timed.call(state)
+        seconds = time.perf_counter() - start
         if self.on == "cuda":
             return 1, min(1.5 * seconds, 0.01)
-        return max(1, min(64, round(LEAST_SECONDS / max(seconds, 1e-9)))), 0.0
-
-
-# --- the machine's limits -------------------------------------------------------------------------
+        return max(1, min(64, round(1e-3 / max(seconds, 1e-9)))), 0.0
 
 
 def machine_rates(timer: Timer, dtypes: tuple[str, ...], seconds: float = 1.0) -> dict[str, float]:
-    """Measures FLOP/s of the best square matrix product, as `matmul <dtype>`, and bytes/s, as
-    `copy`.
+    """Measures FLOP/s of square matrix products, as `matmul <dtype>`, and bytes/s, as `copy`.
 
-    They are the limits for every row of the same run. A copy of n bytes reads and writes: it counts
-    2 n, as the bytes of every op's row do.
+    They are the limits for every row of the same run. A copy of n bytes reads and writes 2 n.
     """
     on = timer.on
     rates = {f"matmul {name}": measured_peak(on, DTYPES[name], seconds) for name in dtypes}
@@ -140,29 +125,20 @@ def peaks_of(rates: dict[str, float], dtype: str) -> dict[str, float]:
 
 
 def limit(flops: float, size: float, peaks: dict[str, float]) -> tuple[float, str]:
-    """Returns the least seconds that this work can take, and `matmul` or `copy`, which limits it.
+    """Returns the least seconds for FLOPs of matrix products and bytes moved, and what limits them.
 
-    Args:
-        flops: FLOPs of matrix products.
-        size: bytes moved.
-        peaks: FLOP/s as `matmul` and bytes/s as `copy`, measured.
+    The limit is `matmul` or `copy`, the name of its measured peak.
     """
     times = {"matmul": flops / peaks["matmul"], "copy": size / peaks["copy"]}
     bound = max(times, key=lambda name: times[name])
     return times[bound], bound
 
 
-# --- processes ------------------------------------------------------------------------------------
-
-
 def time_process(what: str, *arguments: str, cwd: Path = ROOT) -> tuple[float, str]:
     """Runs Python as a process of its own; returns its seconds and its output.
 
-    Args:
-        what: name of the process in an error.
-
     Raises:
-        UserError: the process failed; the message has the last line that it printed.
+        UserError: `what` failed; the message has the last line that it printed.
     """
     start = time.perf_counter()
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
@@ -180,89 +156,77 @@ def resident_peak() -> int:
 
 
 def in_one_line(error: Exception) -> str:
-    """Formats an error as its type and first line; the message of an assertion is often empty."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    """Returns the first line of an error, with its type if it is not a `UserError`."""
+    line = str(error).strip().partition("\n")[0][:200]
+    return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"
 
 
-def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-
-
-# --- is an implementation right -------------------------------------------------------------------
 
 
 class Checker:
     """Checks whether the results of a case's implementations are correct.
 
-    It computes the truth and PyTorch's own error once. The reference runs in fp64, or in fp32 on
-    CUDA where the inputs are narrower.
+    It computes the truth and PyTorch's own error once, for the part that `Spec.probe` picks. The
+    reference runs in fp64, or in fp32 on CUDA where the inputs are narrower.
     """
 
     def __init__(self, case: Case, on: str) -> None:
-        self.case, self.on, self.dtype = case, on, DTYPES[case.dtype]
-        self.spec = spec = case.spec
+        self.on, self.dtype, self.spec = on, DTYPES[case.dtype], case.spec
         self.inputs = {name: x.detach() for name, x in case.inputs(on).items()}
-        if spec.random is not None:
+        if self.spec.random is not None:
             return
-        ref = spec.call(spec.ref, case.shape, "meta")
-        outputs = ref(*(x.to("meta") for x in self.inputs.values()))
-        self.shapes = [y.shape for y in _as_tuple(outputs)]
-        part = {name: spec.probe(name, x) for name, x in self.inputs.items()}
-        wide = on == "cpu" or self.dtype == torch.float32
-        eager, ref = (spec.call(f, spec.probed(case.shape), on) for f in (spec.eager, spec.ref))
-        self.eager = self._results(eager, part, self.dtype, spec.probe)
-        self.truth = self._results(ref, part, torch.float64 if wide else torch.float32, spec.probe)
+        probe, shape = self.spec.probe, self.spec.probed(case.shape)
+        whole = self.spec.call(self.spec.ref, case.shape, "meta")
+        outputs = as_tuple(whole(*(x.to("meta") for x in self.inputs.values())))
+        self.shapes, self.terms = [y.shape for y in outputs], self.spec.terms(shape)
+        part = {name: probe(name, x) for name, x in self.inputs.items()}
+        wide = torch.float64 if on == "cpu" or self.dtype == torch.float32 else torch.float32
+        eager, ref = (self.spec.call(f, shape, on) for f in (self.spec.eager, self.spec.ref))
+        self.eager = self._results(eager, part, self.dtype)
+        self.truth = self._results(ref, part, wide)
 
-    def _results(
-        self,
-        call: Callable[..., Any],
-        inputs: Inputs,
-        dtype: torch.dtype,
-        probe: Callable[[str, Tensor], Tensor],
-    ) -> dict[str, Tensor]:
-        """Runs an implementation and returns its outputs and gradients.
-
-        If the inputs are only a part of the whole, they get that part of the upstream gradients.
-        """
+    def _results(self, call: Call, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Runs an implementation; with a part of the inputs, on that part of the upstream."""
 
         def draw(i: int, y: Tensor) -> Tensor:
             generator = torch.Generator(self.on).manual_seed(i + 1)
             drawn = torch.randn(self.shapes[i], generator=generator, device=self.on)
-            return probe(f"output {i}", drawn.to(self.dtype))
+            drawn = drawn.to(self.dtype)
+            return drawn if y.shape == drawn.shape else self.spec.probe(f"output {i}", drawn)
 
-        if not self.spec.differentiable:
-            cast = (x.to(dtype) if x.is_floating_point() else x for x in inputs.values())
-            return {f"output {i}": y for i, y in enumerate(_as_tuple(call(*cast)))}
-        return outputs_and_gradients(call, inputs, dtype, draw)
+        return outputs_and_gradients(
+            call, inputs, dtype, draw if self.spec.differentiable else None
+        )
 
-    def complaints(self, call: Callable[..., Any]) -> tuple[list[str], float]:
+    def complaints(self, call: Call) -> tuple[list[str], float]:
         """Returns the errors of an implementation's results, and the largest relative L2 error."""
         copies = {name: x.clone() for name, x in self.inputs.items()}
         if self.spec.random is not None:
             wrong = self.spec.random(copies, call(*copies.values()))
             return wrong, float(bool(wrong))
-        got = self._results(call, copies, self.dtype, lambda name, x: x)
-        probe = self.spec.probe
-        got = {name: probe(name.removeprefix("gradient of "), x) for name, x in got.items()}
-        if shapes := [n for n, x in self.truth.items() if n not in got or got[n].shape != x.shape]:
-            return [f"{name}: wrong shape, or missing" for name in shapes], float("inf")
+        found = self._results(call, copies, self.dtype).items()
+        got = {name: self.spec.probe(name.removeprefix("gradient of "), x) for name, x in found}
+        for name, true in self.truth.items():
+            if name not in got or got[name].shape != true.shape:
+                return [f"{name}: wrong shape, or missing"], math.inf
         worst = max(errors(got[name], true)[1] for name, true in self.truth.items())
-        terms = self.spec.terms(self.spec.probed(self.case.shape))
-        return complaints(got, self.eager, self.truth, self.dtype, terms), worst
+        return complaints(got, self.eager, self.truth, self.dtype, self.terms), worst
 
-    def check(self, name: str, call: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
-        """Returns why an implementation may not be timed, else "", and how exact it is."""
+    def check(self, name: str, call: Call) -> dict[str, Any]:
+        """Returns how exact an implementation is.
+
+        Raises:
+            UserError: its results are so wrong that it may not be timed.
+        """
         wrong, worst = self.complaints(call)
         if wrong and (name == "ours" or not worst <= LENIENT):  # it may be NaN
-            return f"wrong: {wrong[0]}", {}
-        return "", {"error": worst, "inexact": bool(wrong)}
+            raise UserError(f"wrong: {wrong[0]}")
+        return {"error": worst, "inexact": bool(wrong)}
 
 
-# --- passes ---------------------------------------------------------------------------------------
-
-
-def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs) -> Timed:
+def timed_pass(case: Case, call: Call, which: str, inputs: Inputs) -> Timed:
     """Prepares the timed call of a pass: `fwd` (saving for the backward), `bwd` or `both`."""
     upstream: list[Tensor] = []
 
@@ -270,27 +234,23 @@ def timed_pass(case: Case, call: Callable[..., Any], which: str, inputs: Inputs)
         over = case.spec.overwritten  # a leaf must not be overwritten, its copy may
         return {name: x.clone() if name == over else x for name, x in inputs.items()}
 
-    def forward(arguments: Inputs) -> tuple[Tensor, ...]:
-        outputs = _as_tuple(call(*arguments.values()))
+    def forward(arguments: Inputs) -> tuple[Inputs, tuple[Tensor, ...]]:
+        outputs = as_tuple(call(*arguments.values()))
         if not upstream:
             # 1 for a loss, as in training, where some implementations then skip a pass
             upstream.extend(torch.randn_like(y) if y.dim() else torch.ones_like(y) for y in outputs)
-        return outputs
-
-    def ran() -> tuple[Inputs, tuple[Tensor, ...]]:
-        arguments = fresh()
-        return arguments, forward(arguments)
+        return arguments, outputs
 
     def backward(state: tuple[Inputs, tuple[Tensor, ...]]) -> Any:
         arguments, outputs = state  # of this call: several may be prepared before the first runs
         leaves = [x for x in arguments.values() if x.requires_grad]
         return torch.autograd.grad(outputs, leaves, upstream)
 
-    if which == "fwd":
-        return Timed(forward, fresh)
-    if which == "bwd":
-        return Timed(backward, ran)
-    return Timed(lambda arguments: backward((arguments, forward(arguments))), fresh)
+    return {
+        "fwd": Timed(forward, fresh),
+        "bwd": Timed(backward, lambda: forward(fresh())),
+        "both": Timed(lambda arguments: backward(forward(arguments)), fresh),
+    }[which]
 
 
 def peak_bytes(timed: Timed) -> int:
@@ -303,56 +263,36 @@ def peak_bytes(timed: Timed) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-# --- a case of an op ------------------------------------------------------------------------------
-
-
 def op_records(
-    case: Case,
-    timer: Timer,
-    peaks: dict[str, float],
-    *,
-    seconds: float,
-    rounds: int | None = None,
-    against: tuple[str, ...] = (),
+    case: Case, timer: Timer, rates: dict[str, float], *, seconds: float, rounds: int | None = None
 ) -> Iterator[list[Record]]:
     """Measures a case; yields the records of implementations without a time, then of each pass.
 
-    Args:
-        peaks: see `peaks_of`.
-        seconds: time for each pass, all implementations together.
-        rounds: number of rounds instead.
-        against: names of the peers; all of them by default.
+    A pass takes `seconds`, all implementations together, or `rounds`. `rates` are `machine_rates`.
     """
     torch.compiler.reset()  # all cases compile the same code; together they pass a limit
-    checker, absent, about = Checker(case, timer.on), list[Record](), {"shape": case.shape}
-    passed: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
-    for name, maker in case.implementations(against).items():
+    checker, absent = Checker(case, timer.on), list[Record]()
+    passed: dict[str, tuple[Call, dict[str, Any]]] = {}
+    for name, maker in case.implementations().items():
         try:
             call = maker(timer.on)
-            why, found = checker.check(name, call)
-        except MissingError as reason:
-            why = str(reason)
+            passed[name] = call, checker.check(name, call)
         except Exception as error:  # a broken installation may raise anything, the others still run
-            why = in_one_line(error)
-        if why:
-            absent.append(record(case.name, name, why=why, **about))
-        else:
-            passed[name] = call, found
+            absent.append(record(case.name, name, why=in_one_line(error), shape=case.shape))
     yield absent
     del checker
     inputs = case.inputs(timer.on)
-    for which in case.passes:
+    for which, (flops, size) in case.work().items():
         rivals = {n: timed_pass(case, call, which, inputs) for n, (call, _) in passed.items()}
         samples = timer.interleave(rivals, seconds=seconds, rounds=rounds)
-        rows = []
-        for name, seconds_ in samples.items():
-            figure, (flops, size) = quantiles(seconds_), case.work()[which]
-            least, bound = limit(flops, size, peaks)
-            more = about | {
+        rows, state = list[Record](), records.state(timer.on)
+        least, bound = limit(flops, size, peaks_of(rates, case.dtype))
+        for name, figure in ((name, quantiles(taken)) for name, taken in samples.items()):
+            more = passed[name][1] | {
                 "tflops": flops / figure["p50"] / 1e12, "gb_per_s": size / figure["p50"] / 1e9,
-                "bound": bound, "share": least / figure["p50"], **passed[name][1],
+                "bound": bound, "share": least / figure["p50"], "state": state,
             }  # fmt: skip
             if timer.on == "cuda":
                 more["peak_bytes"] = peak_bytes(rivals[name])
-            rows.append(record(f"{case.name}/{which}", name, figure, **more))
+            rows.append(record(f"{case.name}/{which}", name, figure, shape=case.shape, **more))
         yield rows

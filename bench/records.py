@@ -12,6 +12,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 LOCAL = "local"
 """Folder in `RESULTS` of unpublished records."""
 PEERS = ("liger_kernel", "flash_attn", "flash_attn_3", "flash_attn_4", "transformers")
-ABOUT_GPU = ("driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+ABOUT_GPU = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 OVER_BUDGET = "over the budget"
 
 Record = dict[str, Any]
@@ -35,21 +36,15 @@ Record = dict[str, Any]
 
 
 def record(
-    case: str,
-    implementation: str,
-    figure: dict[str, float] | None = None,
-    *,
-    unit: str = "s",
-    why: str = "",
-    **more: Any,
-) -> Record:
+    case: str, implementation: str, figure: dict[str, float] | None = None, *,
+    unit: str = "s", why: str = "", **more: Any,
+) -> Record:  # fmt: skip
     """Makes a record.
 
     Args:
         case: what was measured, such as `layer_norm/gpt2-124m/bf16/fwd` or `step/baby/B=16`.
         implementation: who did it; `ours` or a name that begins with fastgpt is this project.
         figure: quantiles p20, p50 and p80, and the number of `samples`; None if there is none.
-        unit: unit of the figure.
         why: reason why there is no figure.
         more: what else this kind of case has.
     """
@@ -69,68 +64,49 @@ def failed(row: Record) -> bool:
     return ours and row["figure"] is None and not row.get("why", "").startswith(OVER_BUDGET)
 
 
-# --- the machine ----------------------------------------------------------------------------------
-
-
 def slug(name: str) -> str:
     """Turns the name of a device into the name of a file."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def state(on: str) -> dict[str, Any]:
-    """Reads a GPU's clocks, temperature and power, or a CPU's clocks and load."""
+    """Reads a GPU's clocks, temperature and power, or a CPU's load."""
     if on == "cuda":
-        found = _nvidia_smi()
-        return {name: value for name, value in found.items() if name != "driver_version"}
-    info = Path("/proc/cpuinfo")
-    clocks = re.findall(r"cpu MHz\s*: ([\d.]+)", info.read_text()) if info.exists() else []
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {"mhz": [round(float(mhz)) for mhz in clocks], "load": load}
+        return _nvidia_smi(*ABOUT_GPU)
+    return {"load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None}
 
 
-def _nvidia_smi() -> dict[str, str]:
-    query = f"--query-gpu={','.join(ABOUT_GPU)}"
+def _nvidia_smi(*fields: str) -> dict[str, str]:
     index = str(torch.cuda.current_device())
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # nvidia-smi ignores it
         index = visible.split(",")[int(index)].strip()
+    query = f"--query-gpu={','.join(fields)}"
     command = ["nvidia-smi", query, "--format=csv,noheader", "-i", index]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(ABOUT_GPU, (value.strip() for value in done.stdout.split(","))))
+        return dict(zip(fields, map(str.strip, done.stdout.split(","))))
+    return {}
 
 
 @functools.cache
 def described(on: str) -> dict[str, Any]:
     """Returns device, driver, versions and commit, which every line of a record carries."""
-    facts = manifest.provenance()
-    driver = _nvidia_smi().get("driver_version") if on == "cuda" else None
-    peers = {name: version for name in PEERS if (version := installed(name)) is not None}
-    name = device.device_name(on)
+    facts, name = manifest.provenance(), device.device_name(on)
     # CPUs of one name, rented in parts, differ in what limits a step most
     name += ", no bf16" * (on == "cpu" and not device.fast_bf16(on))
     if isa := os.environ.get("ONEDNN_MAX_CPU_ISA"):  # products use fewer instructions
         name += f", {isa}"
+    versions = facts["versions"] | {peer: installed(peer) for peer in PEERS}
+    driver = _nvidia_smi("driver_version") if on == "cuda" else {}
     return {
-        "device": name,
-        "on": on,
-        **({"driver": driver} if driver else {}),
-        "versions": {name: v for name, v in {**facts["versions"], **peers}.items() if v},
+        "device": name, "on": on, **({"driver": driver["driver_version"]} if driver else {}),
+        "versions": {package: version for package, version in versions.items() if version},
         "commit": facts["commit"] or "unknown",
-    }
-
-
-# --- files ----------------------------------------------------------------------------------------
+    }  # fmt: skip
 
 
 class Writer:
-    """Adds lines to a file of records.
-
-    Args:
-        out: folder of the file; by default `bench/results/local`.
-        settings: settings of the run, written on every line.
-    """
+    """Adds lines with a run's settings to a file in `out`, by default `bench/results/local`."""
 
     def __init__(self, on: str, out: Path | None = None, **settings: Any) -> None:
         run = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{os.getpid()}"
@@ -147,50 +123,53 @@ class Writer:
         return self.path
 
 
-def read(folder: Path | None = None) -> list[Record]:
+def read(folder: Path | None = None, name: str = "*.jsonl") -> list[Record]:
     """Reads the records of every machine in a folder, by default the committed ones.
 
     A line that a killed process left unfinished does not count.
     """
     found = []
-    for path in sorted((folder or RESULTS).glob("*.jsonl")):
+    for path in sorted((folder or RESULTS).glob(name)):
         for line in path.read_text(encoding="utf-8").splitlines():
-            try:
+            with suppress(ValueError):
                 found.append(json.loads(line))
-            except ValueError:
-                continue
     return found
 
 
-def newest(rows: Iterable[Record]) -> list[Record]:
+def grouped(rows: Iterable[Record], key: str) -> dict[str, list[Record]]:
+    """Returns the records by their value of a key."""
+    found: dict[str, list[Record]] = {}
+    for row in rows:
+        found.setdefault(row[key], []).append(row)
+    return found
+
+
+def newest(rows: list[Record]) -> list[Record]:
     """Returns the records of the newest run of each device and case.
 
     A run that timed fewer implementations of the case than an earlier one does not replace it.
     """
-    runs: dict[tuple[str, str], dict[str, list[Record]]] = {}
-    for row in rows:
-        cases = runs.setdefault((row["device"], row["case"]), {})
-        cases.setdefault(row["run"], []).append(row)  # a run's name begins with its time
 
-    def rank(run: tuple[str, list[Record]]) -> tuple[int, str]:
-        return sum(row["figure"] is not None for row in run[1]), run[0]
+    def rank(run: list[Record]) -> tuple[int, str]:
+        return sum(row["figure"] is not None for row in run), run[0]["run"]  # begins with its time
 
-    return [row for found in runs.values() for row in max(found.items(), key=rank)[1]]
+    cases = (
+        x for found in grouped(rows, "device").values() for x in grouped(found, "case").values()
+    )
+    return [row for case in cases for row in max(grouped(case, "run").values(), key=rank)]
 
 
-def publish() -> list[Path]:
+def publish() -> None:
     """Moves the local records into the committed files, which keep the newest run of each case.
 
     Raises:
         UserError: an op of ours failed in a local record; nothing is moved.
     """
-    local = sorted((RESULTS / LOCAL).glob("*.jsonl"))
-    if wrong := next(filter(failed, read(RESULTS / LOCAL)), None):
+    folder = RESULTS / LOCAL
+    if wrong := next(filter(failed, read(folder)), None):
         raise UserError(f"nothing is published: ours failed {wrong['case']}: {wrong['why']}")
-    for path in local:
-        target = RESULTS / path.name
-        lines = [x.read_text(encoding="utf-8") for x in (target, path) if x.exists()]
-        kept = newest(json.loads(line) for line in "".join(lines).splitlines())
-        write_atomically(target, "".join(json.dumps(row) + "\n" for row in kept).encode())
+    for path in sorted(folder.glob("*.jsonl")):
+        kept = newest(read(RESULTS, path.name) + read(folder, path.name))
+        lines = "".join(json.dumps(row) + "\n" for row in kept)
+        write_atomically(RESULTS / path.name, lines.encode())
         path.unlink()
-    return [RESULTS / path.name for path in local]

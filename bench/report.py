@@ -6,6 +6,7 @@ page, whose other parts are written by hand.
 
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from matplotlib.figure import Figure  # without pyplot: no display is looked for
@@ -13,12 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import records
-from bench.records import Record, is_ours
+from bench.records import Record, grouped, is_ours
 from fastgpt.errors import UsageError, UserError, run_command, writing
 from fastgpt.files import write_atomically
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "benchmarks.md"
+Duel = tuple[Record, Record | None]
+"""Our record of a case and the best peer's, if there is one."""
 
 
 def three_digits(x: float) -> str:
@@ -56,11 +59,7 @@ def table(header: str, lines: Iterable[Iterable[str]]) -> str:
 
 
 def put_into(path: Path, text: str, page: Path | None = None) -> None:
-    """Writes `text` between the two marks of a page, whose rest is written by hand.
-
-    Args:
-        path: the page to read.
-        page: the page to write; by default the same.
+    """Writes `text` between the two marks of a page, or into a copy of it, `page`.
 
     Raises:
         UserError: the page lacks a mark, or cannot be written.
@@ -76,95 +75,87 @@ def put_into(path: Path, text: str, page: Path | None = None) -> None:
         write_atomically(page, f"{before}{begin}\n{text}{end}{after}".encode())
 
 
-# --- what records say -----------------------------------------------------------------------------
+def limits_of(rows: list[Record]) -> str:
+    """Formats the machine's limits among the records: copy 37 GB/s."""
+    found = (row for row in rows if row["case"].startswith("machine/") and row["figure"])
+    return ", ".join(f"{x['case'][8:]} {median(x) / 1e9:,.0f} G{x['unit']}" for x in found)
 
 
-def ours_and_best(rows: list[Record]) -> tuple[Record | None, Record | None]:
-    """Returns our fastest record of a case and the fastest of all others; None if there is none."""
-    timed = sorted((row for row in rows if row["figure"]), key=lambda row: row["figure"]["p50"])
-    found = [next((row for row in timed if is_ours(row) == mine), None) for mine in (True, False)]
-    return found[0], found[1]
+def median(row: Record) -> float:
+    return row["figure"]["p50"]
+
+
+def fastest(rows: Iterable[Record], *, ours: bool) -> Record | None:
+    """Returns the fastest of our records, or of the others."""
+    found = (row for row in rows if row["figure"] and is_ours(row) == ours)
+    return min(found, key=median, default=None)
 
 
 def times_ours(row: Record, ours: Record) -> float:
-    return row["figure"]["p50"] / ours["figure"]["p50"]
+    return median(row) / median(ours)
 
 
-def last_passes(rows: Iterable[Record]) -> list[list[Record]]:
-    """Returns the timed records of each op's case in groups: of `both`, or of the forward alone."""
-    groups: dict[str, dict[str, list[Record]]] = {}
-    for row in rows:
-        if row["figure"] and "bound" in row:
-            name, _, which = row["case"].rpartition("/")
-            groups.setdefault(name, {}).setdefault(which, []).append(row)
-    return [passes.get("both", passes.get("fwd", [])) for passes in groups.values()]
+def duels(rows: Iterable[Record]) -> dict[str, list[Duel]]:
+    """Returns our record and the best peer's of each op's case, with its backward."""
+    ops, cases = dict[str, list[Duel]](), grouped((row for row in rows if "bound" in row), "case")
+    for case, group in cases.items():
+        name, _, which = case.rpartition("/")
+        last = "both" if f"{name}/both" in cases else "fwd"
+        if which == last and (ours := fastest(group, ours=True)):
+            ops.setdefault(name.partition("/")[0], []).append((ours, fastest(group, ours=False)))
+    return ops
 
 
-def summary(group: list[Record]) -> tuple[str, ...] | None:
-    """Returns case, ours in ms, best peer, its time in ms, ratio, and share of the limit."""
-    ours, best = ours_and_best(group)
-    if ours is None:
-        return None
+def ratios(found: Iterable[Duel]) -> list[float]:
+    """Returns the best peer's time over ours of each case that has one."""
+    return [times_ours(best, ours) for ours, best in found if best]
+
+
+def summary(ours: Record, best: Record | None) -> tuple[str, ...]:
+    """Returns case, ours in ms, best peer, its time in ms, and the ratio."""
     name, _, which = ours["case"].rpartition("/")
-    mine = (f"{name} {which}", three_digits(ours["figure"]["p50"] * 1e3))
-    share = f"{ours['share']:.0%}"
-    if best is None:
-        return (*mine, "", "", "", share)
-    ms = three_digits(best["figure"]["p50"] * 1e3)
-    return (*mine, best["implementation"], ms, f"{times_ours(best, ours):.2f}x", share)
+    mine, its = (three_digits(median(row) * 1e3) if row else "" for row in (ours, best))
+    who, ratio = (best["implementation"], f"{times_ours(best, ours):.2f}x") if best else ("", "")
+    return f"{name} {which}", mine, who, its, ratio
 
 
-# --- docs/benchmarks.md ---------------------------------------------------------------------------
-
-
-def op_table(rows: list[Record]) -> str:
+def op_table(ops: dict[str, list[Duel]]) -> str:
     """Returns a line for each op: its first case, and the ratios of all others."""
-    ops: dict[str, list[tuple[str, ...]]] = {}
-    for found in filter(None, map(summary, last_passes(rows))):
-        ops.setdefault(found[0].split("/")[0], []).append(found)
     lines = []
     for first, *others in ops.values():
-        ratios = sorted((found[4] for found in others if found[4]), key=lambda x: float(x[:-1]))
-        ends = " to ".join(dict.fromkeys((ratios[0], ratios[-1]))) if ratios else ""
-        spread = f"{ends} ({len(ratios)})" * bool(ratios)
-        lines.append((*first, spread))
+        found = sorted(ratios(others))
+        ends = " to ".join(dict.fromkeys(f"{x:.2f}x" for x in (*found[:1], *found[-1:])))
+        spread = f"{ends} ({len(found)})" * bool(found)
+        lines.append((*summary(*first), f"{first[0]['share']:.0%}", spread))
     header = "op|ours, ms|best peer|its ms|its time / ours|of the limit|all other cases"
     return table(header, lines)
 
 
 def other_table(rows: list[Record]) -> str:
     """Returns a line for each step, race and generated text, with all implementations' times."""
-    cases: dict[str, list[Record]] = {}
-    for row in rows:
-        if row["figure"] and row["case"].startswith(("step/", "race/", "generate/")):
-            cases.setdefault(row["case"], []).append(row)
-    lines = []
-    for case, group in cases.items():
-        group.sort(key=lambda row: row["figure"]["p50"])
-        scale, unit = (1e3, "ms") if group[0]["figure"]["p50"] < 1 else (1, "s")
+    lines, kinds = [], ("step/", "race/", "generate/")
+    others = (row for row in rows if row["figure"] and row["case"].startswith(kinds))
+    for case, group in grouped(others, "case").items():
+        group.sort(key=median)
+        scale, unit = (1e3, "ms") if median(group[0]) < 1 else (1, "s")
         cells = []
         for row in group:
             name = f"**{row['implementation']}**" if is_ours(row) else row["implementation"]
             loss = f" (loss {row['val_loss'][-1]:.3f})" if "val_loss" in row else ""
-            cells.append(f"{name} {three_digits(scale * row['figure']['p50'])}{loss}")
+            cells.append(f"{name} {three_digits(scale * median(row))}{loss}")
         lines.append((case, unit, ", ".join(cells), group[0]["commit"][:7]))
     return table("case|unit|medians, fastest first|commit", lines)
 
 
-def plot(rows: list[Record], path: Path) -> None:
+def plot(devices: dict[str, dict[str, list[Duel]]], path: Path) -> None:
     """Draws the best peer's time over ours for every case of every op, a panel for each device."""
-    devices = sorted({row["device"] for row in rows if "bound" in row})
     figure = Figure(figsize=(10, 2.6 * len(devices)), layout="constrained")
-    for axes, device in zip(figure.subplots(len(devices), squeeze=False)[:, 0], devices):
-        groups = last_passes(row for row in rows if row["device"] == device)
-        ratios: dict[str, list[float]] = {}
-        for ours, best in map(ours_and_best, groups):
-            if ours and best:
-                ratios.setdefault(ours["case"].split("/")[0], []).append(times_ours(best, ours))
-        for place, values in enumerate(ratios.values()):
-            axes.plot([place] * len(values), values, "o", alpha=0.6, color="tab:blue")
+    panels = figure.subplots(len(devices), squeeze=False)[:, 0]
+    for axes, (device, ops) in zip(panels, devices.items()):
+        for place, found in enumerate(map(ratios, ops.values())):
+            axes.plot([place] * len(found), found, "o", alpha=0.6, color="tab:blue")
         axes.axhline(1, color="grey", linewidth=1)
-        axes.set_xticks(range(len(ratios)), list(ratios), rotation=20, fontsize=7, ha="right")
+        axes.set_xticks(range(len(ops)), list(ops), rotation=20, fontsize=7, ha="right")
         axes.set(title=device, yscale="log", ylabel="best peer / ours")
         axes.set_yticks((0.3, 0.5, 1, 2, 4), ("0.3", "0.5", "1", "2", "4"))
         axes.minorticks_off()
@@ -174,48 +165,44 @@ def plot(rows: list[Record], path: Path) -> None:
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
-def section(device: str, rows: list[Record]) -> str:
+def section(device: str, rows: list[Record], ops: dict[str, list[Duel]]) -> str:
     """Returns the tables of one device."""
-    last = max(rows, key=lambda row: row["run"])
+    last, limits = max(rows, key=lambda row: row["run"]), limits_of(rows)
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
-    rates = (f"{row['case'][8:]} {row['figure']['p50'] / 1e9:,.0f} G{row['unit']}"
-             for row in rows if row["case"].startswith("machine/") and row["figure"])  # fmt: skip
-    limits = f" Limits of the machine: {', '.join(rates)}."
     text = f"\n## {device}\n\n{versions}; [records](../bench/results/{records.slug(device)}.jsonl)."
-    text += limits * any(row["case"].startswith("machine/") for row in rows) + "\n"
-    ops = [row for row in rows if "bound" in row]
+    text += f" Limits of the machine: {limits}." * bool(limits) + "\n"
     if ops:
-        ratios = [
-            float(found[4][:-1]) for found in map(summary, last_passes(ops)) if found and found[4]
-        ]
-        faster, slower = sum(x > 1 for x in ratios), sum(x < 1 for x in ratios)
+        found = [round(x, 2) for x in ratios(chain(*ops.values()))]
+        faster, slower = sum(x > 1 for x in found), sum(x < 1 for x in found)
         text += (
-            f"\nOurs is faster than the best peer in {faster} of {len(ratios)} cases, as fast in"
-            f" {len(ratios) - faster - slower}, and slower in {slower}.\n\n{op_table(ops)}"
+            f"\nOurs is faster than the best peer in {faster} of {len(found)} cases, as fast in"
+            f" {len(found) - faster - slower}, and slower in {slower}.\n\n{op_table(ops)}"
         )
     return text + f"\n{other_table(rows)}"
 
 
 def write_page(page: Path = PAGE) -> None:
     """Writes the committed records into the page, and the plot beside it."""
-    rows = [row for row in records.read() if row["on"] in ("cpu", "cuda")]
-    devices = sorted({row["device"] for row in rows})
-    plot(rows, page.with_suffix("") / "ops.png")
-    text = "".join(section(d, [row for row in rows if row["device"] == d]) for d in devices)
-    put_into(page, text)
+    found = grouped((row for row in records.read() if row["on"] in ("cpu", "cuda")), "device")
+    ops = {device: duels(found[device]) for device in sorted(found)}
+    plot(
+        {device: groups for device, groups in ops.items() if groups},
+        page.with_suffix("") / "ops.png",
+    )
+    put_into(page, "".join(section(device, found[device], ops[device]) for device in ops))
 
 
-def publish() -> Path:
-    """Publishes the local records and writes the page; returns its path."""
+def publish() -> None:
+    """Moves the local records beside the committed ones and writes all into the page."""
     records.publish()
     write_page()
-    return PAGE
+    print(f"wrote {PAGE}")
 
 
 def main(argv: list[str]) -> None:
     if argv:
         raise UsageError(f"{argv[0]} is given: expected no argument, as in python -m bench.report")
-    print(f"wrote {publish()}")
+    publish()
 
 
 if __name__ == "__main__":

@@ -1,30 +1,25 @@
 """Times the ops as cases of pytest-benchmark: `pytest bench --benchmark-only -k norm`.
 
-The cases, passes and implementations are those of `python -m bench`, and one with wrong results
-fails. pytest-benchmark keeps, prints and compares the times: save the runs of two commits with
+The cases, passes and implementations are those of `python -m bench`; a peer that fails is skipped.
+pytest-benchmark keeps, prints and compares the times: save the runs of two commits with
 `--benchmark-autosave` and add `--benchmark-compare` to the second. On CUDA its times include the
 host's part of a call; `python -m bench` leaves it out.
 """
 
 import functools
-import time
 from typing import Any
 
 import pytest
 import torch
 
-from bench.measure import Checker, timed_pass
-from bench.ops import Case, MissingError, cases
+from bench.measure import Checker, in_one_line, timed_pass
+from bench.ops import Case, cases
 from fastgpt.device import device
 
 DEVICE = device.pick_device("auto", "--device", ("cuda", "cpu"))
-SECONDS = 0.5
-"""Time of one test's rounds, of which there are 5 to 40."""
 
 
-@functools.lru_cache(maxsize=1)
-def checker_of(case: Case) -> Checker:
-    return Checker(case, DEVICE)
+checker_of = functools.lru_cache(maxsize=1)(functools.partial(Checker, on=DEVICE))
 
 
 @pytest.mark.parametrize(
@@ -32,17 +27,18 @@ def checker_of(case: Case) -> Checker:
     [
         pytest.param(case, which, name, id=f"{case.name}/{which}-{name}")
         for case in cases(DEVICE)
-        for which in case.passes
+        for which in case.work()
         for name in case.implementations()
     ],
 )
 def test_op(case: Case, which: str, name: str, benchmark: Any) -> None:
     try:
         call = case.implementations()[name](DEVICE)
-    except MissingError as reason:
-        pytest.skip(str(reason))
-    why, found = checker_of(case).check(name, call)
-    assert not why, why
+        benchmark.extra_info |= checker_of(case).check(name, call)
+    except Exception as error:
+        if name == "ours":
+            raise
+        pytest.skip(in_one_line(error))
     timed = timed_pass(case, call, which, case.inputs(DEVICE))
 
     def run(state: Any) -> None:
@@ -50,10 +46,6 @@ def test_op(case: Case, which: str, name: str, benchmark: Any) -> None:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
 
-    run(timed.prepare())
-    state, start = timed.prepare(), time.perf_counter()
-    run(state)
-    rounds = max(5, min(40, int(SECONDS / (time.perf_counter() - start))))
     benchmark.group = f"{case.name} {which}"
-    benchmark.extra_info |= found
-    benchmark.pedantic(run, setup=lambda: ((timed.prepare(),), {}), rounds=rounds)
+    prepared = lambda: ((timed.prepare(),), {})  # noqa: E731
+    benchmark.pedantic(run, setup=prepared, rounds=20, warmup_rounds=1)
