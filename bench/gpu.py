@@ -255,25 +255,24 @@ def main(argv: list[str]) -> int:
         return programs[argv[0]](Path(argv[1]), *argv[2:])
     layout, carried = argparse.RawDescriptionHelpFormatter, CARRIED / "nanogpt"
     parser = argparse.ArgumentParser("python -m bench.gpu", None, __doc__, formatter_class=layout)
-    add, local = parser.add_argument, os.environ.get("OUT", ROOT / "bench/results/local")
+    add, local = parser.add_argument, os.environ.get("OUT", f"{ROOT}/bench/results/local")
     add("what", nargs="*", default=["first"], metavar="NAME", help=f"stages: {' '.join(STAGES)}")
     add("--seconds", type=float, help="end of all [490, 170]; more give each stage more")
-    add("--out", type=Path, default=local, help="folder of the records and logs")
+    add("--out", type=os.path.abspath, default=local, help="folder of the records and the log")
     add("--nanogpt", type=Path, default=carried if carried.exists() else None, help="a checkout")
     add("--rehearse", action="store_true", help="tiny shapes, for `python -m simgpu`")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.what if name not in {**PLANS, **STAGES}]:
         parser.error(f"unknown stage {unknown[0]!r}")
     args.peers = f"nanogpt --nanogpt={shlex.quote(str(args.nanogpt))}" if args.nanogpt else ""
-    args.out = Path(args.out).absolute()
-    args.out.mkdir(parents=True, exist_ok=True)
+    (out := Path(args.out)).mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda which, _: sys.exit(128 + which))
-    with (args.out / "log.txt").open("a", 1, "utf-8") as args.log:
+    with (out / "log.txt").open("a", 1, "utf-8") as args.log:
         try:
             return run(args)
         finally:
-            print(text := "\n".join(digest(args.out)), file=args.log)
+            print(text := "\n".join(digest(out)), file=args.log)
             print(text[-9500:], flush=True)
 
 
