@@ -2,8 +2,8 @@
 
 A simulated GPU runs a few layers of GPT-2's width on a few short sequences, for each trainer, and
 tells which bytes each launch reads and writes, each once. A count of L layers and N tokens is
-f(L, N) = a + b L + c N + d L N: four small steps give that of the whole step. Launches are those of
-the larger N, because the compiler cuts some sums of fewer tokens in two.
+f(L, N) = a + b L + c N + d L N: four small steps give the whole step's. Launches are those of the
+larger N, because the compiler cuts some sums of fewer tokens in two.
 """
 
 import json
@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 from unittest import mock
 
 import torch
@@ -26,14 +26,15 @@ from bench.trainers import TRAINERS, Benchmark, base_config, with_batch
 from fastgpt import flags
 from fastgpt.config.config import Config
 from fastgpt.config.recipes import RECIPES
-from fastgpt.errors import UserError, run_command, unknown_name
+from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.cross_entropy.chunks import GPU_SHARE, chunk_on_gpu
 from fastgpt.kernels.runtime import H100_BYTES, H100_PROCESSORS
 
 RECORD = Path(__file__).with_name("counts.json")
 PAGE = report.DOCS / "benchmarks" / "counts.md"
+RECIPE, BATCH, CONTEXT = "gpt2-124m", 16, 1024  # the step that is counted
 BATCHES, TOKENS = (4, 8), 64  # numbers of sequences in a small step, and tokens in each
-PEERS = ("nanogpt", "nanochat")
+Trainer = Literal["fastgpt triton", "fastgpt triton, fp32 residual", "eager", "compiled"]
 FIELDS = ("launches", "read", "written", "flops")  # bytes read and written; FLOPs of products
 Counts = dict[str, dict[str, float]]  # part -> field -> number
 
@@ -58,37 +59,10 @@ PARTS = (*dict.fromkeys(part for part, _ in NAMES), "other", "clipping", "optimi
 class CountBench:
     """Counts the launches, bytes and products of a training step, beside other trainers'."""
 
-    trainers: tuple[str, ...] = (
-        "fastgpt triton", "fastgpt triton, fp32 residual", "eager", "compiled",
-    )  # fmt: skip
-    """Names of the trainers, as bench.step has them. nanogpt and nanochat are added if given."""
-    recipe: str = "gpt2-124m"
-    """Recipe of the network and settings."""
-    batch: int = 16
-    """Number of sequences in the step that is counted."""
-    context: int = 1024
-    """Number of tokens in each sequence."""
+    trainers: tuple[Trainer, ...] = get_args(Trainer)
+    """Trainers to count, by their names in bench.step; the record keeps its others."""
     nanogpt: Path | None = None
-    """Path of a nanoGPT checkout, whose model.py is imported."""
-    nanochat: Path | None = None
-    """Path of a nanochat checkout. Its GPT is another network, and has AdamW here."""
-    add: bool = False
-    """Keep what the record says of other trainers; each has its own commit there."""
-    out: Path = RECORD
-    """File for the record; a page is written beside it, or in docs/ for the usual record."""
-
-    def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise UserError(f"--batch is {self.batch}: expected 1 or more")
-        for name in self.trainers:
-            if name not in TRAINERS:
-                raise unknown_name("trainer", name, TRAINERS)
-            if (peer := name.split()[0]) in PEERS and getattr(self, peer) is None:
-                raise UserError(f"trainer {name} needs --{peer} PATH, a checkout")
-        if not any((self.trainers, self.nanogpt, self.nanochat)):
-            raise UserError("--trainers is empty: expected at least one, or --nanogpt PATH")
-        if not self.out.parent.is_dir():
-            raise UserError(f"--out {self.out}: expected a file in a folder that exists")
+    """Path of a nanoGPT checkout, whose model.py is imported; its step is counted, too."""
 
 
 def part_of(work: Any, table: int) -> str:
@@ -108,7 +82,7 @@ def by_part(works: list[Any], table: int) -> Counts:
     What follows the backward, which autograd's thread asks for, is clipping up to the optimizer.
     """
     found: Counts = {part: dict.fromkeys(FIELDS, 0.0) for part in PARTS}
-    main, after = threading.get_native_id(), "clipping"
+    after, main = "clipping", threading.get_native_id()
     last = max(i for i, work in enumerate(works) if work.thread != main)
     for i, work in enumerate(works):
         if i > last and work.name in ("aten::_foreach_add_", "aten::_fused_adamw_"):
@@ -136,10 +110,9 @@ def count(name: str, whole: Benchmark, layers: int, batch: int) -> tuple[Counts,
 
     torch.set_num_threads(1)
     model = replace(whole.config.model, num_layers=layers, context=TOKENS)
-    config = replace(whole.config, model=model)
-    benchmark = with_batch(replace(whole, config=config), batch)
-    chunk = -(-benchmark.tokens // chunks_at(whole.config, whole.tokens))
-    share = benchmark.tokens / whole.tokens
+    benchmark = with_batch(replace(whole, config=replace(whole.config, model=model)), batch)
+    share, chunks = benchmark.tokens / whole.tokens, chunks_at(whole.config, whole.tokens)
+    chunk = -(-benchmark.tokens // chunks)
 
     def fewer(op: str) -> Any:
         path = f"fastgpt.kernels.{op}.device.bwd_programs"
@@ -147,18 +120,18 @@ def count(name: str, whole: Benchmark, layers: int, batch: int) -> tuple[Counts,
         return mock.patch(path, lambda *args: max(1, round(programs(*args) * share)))
 
     # functions, because a Mock would keep the tensors of all calls, and so allocate in each step
-    chunks = mock.patch("fastgpt.kernels.cross_entropy.linear.tokens_at_a_time", lambda *_: chunk)  # noqa: PT008
-    with chunks, fewer("norm"), fewer("bias_act"):
+    loss = mock.patch("fastgpt.kernels.cross_entropy.linear.tokens_at_a_time", lambda *_: chunk)  # noqa: PT008
+    with loss, fewer("norm"), fewer("bias_act"):
         step, _ = TRAINERS[name](benchmark)
         for _ in range(3):  # then what is compiled or allocated once is done
             step()
         torch.cuda.synchronize()
-        waits, allocated = simgpu.waits(), simgpu.counts()["cudaMalloc"]
+        before = simgpu.waits(), simgpu.counts()["cudaMalloc"]
         with simgpu.trace() as works:
             step()
-        waited = sum((simgpu.waits() - waits).values())
-    allocated = simgpu.counts()["cudaMalloc"] - allocated
-    return by_part(works, model.padded_vocab * model.dim), waited, allocated
+        waits = sum((simgpu.waits() - before[0]).values())
+        allocations = simgpu.counts()["cudaMalloc"] - before[1]
+    return by_part(works, model.padded_vocab * model.dim), waits, allocations
 
 
 def predicted(corners: dict[tuple[int, int], Counts], config: Config) -> Counts:
@@ -210,7 +183,14 @@ corners in the record); the whole step has L = {layers}, N = {tokens:,}, and the
 larger N (off by one where a launch serves several layers, like ours that sums partial gradients). \
 A launch's bytes are counted once each: what it reads twice from the L2 cache, or from memory \
 because that is full, is one read. An operator of PyTorch's is one launch and moves its tensors. \
-Positions beyond the 64 have no weights there, which leaves out 0.02 GB."""
+Positions beyond the 64 have no weights there, which leaves out 0.02 GB.
+
+{whole}
+
+By part, launches / GB / TFLOP:
+
+{parts}
+"""
 
 
 def cells(*parts: dict[str, float]) -> tuple[str, str, str]:
@@ -222,25 +202,26 @@ def cells(*parts: dict[str, float]) -> tuple[str, str, str]:
 def page(record: dict[str, Any]) -> str:
     """Returns the page of a record, in Markdown."""
     found = record["trainers"]
-    about = ABOUT.format(**record, tokens=record["batch"] * record["context"])
     sums = [
         (name, *cells(*it["parts"].values()), str(it["waits"]), str(it["allocations"]))
         for name, it in found.items()
     ]
+    rows = {part: [it["parts"][part] for it in found.values()] for part in PARTS}
     parts = [
-        (part, *(" / ".join(cells(it["parts"][part])) for it in found.values()))
-        for part in PARTS
-        if any(it["parts"][part]["launches"] for it in found.values())
+        (part, *(" / ".join(cells(it)) for it in row))
+        for part, row in rows.items()
+        if any(it["launches"] for it in row)
     ]
     whole = report.table("trainer|launches|GB moved|TFLOP of products|waits|allocations", sums)
     table = report.table("|".join(("part", *found)), parts)
-    return f"{about}\n\n{whole}\n\nBy part, launches / GB / TFLOP:\n\n{table}\n"
+    tokens = record["batch"] * record["context"]
+    return ABOUT.format(**record, tokens=tokens, whole=whole, parts=table)
 
 
 def count_whole(name: str, whole: Benchmark) -> dict[str, Any]:
     """Returns what the record has of a trainer, from small steps in processes of their own."""
-    # nanochat's layers differ by turns; ours launch a single layer with the embedding
-    layers = (2, 4) if name == "nanochat" or name.startswith("fastgpt") else (1, 2)
+    # ours launch a single layer with the embedding
+    layers = (2, 4) if name.startswith("fastgpt") else (1, 2)
     sizes = [(number, batch) for number in layers for batch in BATCHES]
     with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as pool:
         jobs = [pool.submit(count, name, whole, *size) for size in sizes]
@@ -253,37 +234,26 @@ def count_whole(name: str, whole: Benchmark) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(bench: CountBench) -> Path:
-    """Counts, writes record and page, and returns the page's path."""
+def main(argv: list[str]) -> None:
+    bench = flags.command(CountBench, argv, prog="python -m bench.count")
     if "SIMGPU" not in os.environ:
         command = "build/simgpu/bin/python -m simgpu --memory 8GiB -m bench.count"
         raise UserError(f"there is no simulated GPU: expected {command}")
-    settings = {"recipe": bench.recipe, "batch": bench.batch, "context": bench.context}
-    record = json.loads(bench.out.read_text()) if bench.add else {**settings, "trainers": {}}
-    for name, given in settings.items():
-        if record[name] != given:
-            raise UserError(f"--{name} is {given}: {bench.out} has {record[name]}")
-    peers = {name: getattr(bench, name) for name in PEERS}
+    found = json.loads(RECORD.read_text())["trainers"]  # others stay, each with its own commit
     with tempfile.TemporaryDirectory() as folder:
-        config = base_config(bench.recipe, "cuda", Path(folder, "text"), context=bench.context)
-        benchmark = Benchmark(config=config, on="cuda", precision="bf16", **peers)
-        whole = with_batch(benchmark, bench.batch)
-        for name in dict.fromkeys((*bench.trainers, *filter(peers.get, PEERS))):
-            record["trainers"][name] = counts = count_whole(name, whole)
-            print(f"{name}: {' launches, '.join(cells(*counts['parts'].values())[:2])} GB")
+        config = base_config(RECIPE, "cuda", Path(folder, "text"), context=CONTEXT)
+        whole = Benchmark(config=config, on="cuda", precision="bf16", nanogpt=bench.nanogpt)
+        for name in (*["nanogpt"][: bench.nanogpt is not None], *bench.trainers):
+            found[name] = count_whole(name, with_batch(whole, BATCH))
+            print(name, dict(zip(("launches", "GB"), cells(*found[name]["parts"].values()))))
     record = {
-        **records.described("cuda"), **settings, "layers": config.model.num_layers,
-        "vocab_size": config.model.vocab_size, "precision": "bf16",
-        "optimizer": config.optim.kind, "trainers": record["trainers"],
+        **records.described("cuda"), "recipe": RECIPE, "batch": BATCH, "context": CONTEXT,
+        "layers": config.model.num_layers, "vocab_size": config.model.vocab_size,
+        "precision": "bf16", "optimizer": config.optim.kind, "trainers": found,
     }  # fmt: skip
-    bench.out.write_text(json.dumps(record, indent=1) + "\n")
-    path = PAGE if bench.out == RECORD else bench.out.with_suffix(".md")
-    path.write_text(page(record))
-    return path
-
-
-def main(argv: list[str]) -> None:
-    print(run(flags.command(CountBench, argv, prog="python -m bench.count")))
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    PAGE.write_text(page(record))
+    print(f"wrote {PAGE}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Times text generation beside transformers and nanoGPT: `python -m bench.generate [recipe]`.
 
-All models have random weights and take the likeliest token at each step, on a CPU. transformers and
-fastgpt keep keys and values in a cache; nanoGPT computes the whole text again for each token. The
-sizes are equal; transformers always has biases, and nanoGPT the exact GELU.
+All models have random weights and take the likeliest token at each step, on a CPU. nanoGPT keeps no
+keys and values, and has the exact GELU; transformers always has biases. The sizes are equal.
 """
 
 from collections.abc import Iterator
@@ -13,18 +12,17 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from bench import records, report
 from bench.measure import Timed, Timer, quantiles
 from bench.trainers import expect_gpt2, nanogpt_model
 from fastgpt import flags
+from fastgpt.cli import configure
 from fastgpt.commands import installed
-from fastgpt.config.recipes import RECIPES
 from fastgpt.convert.families import settings_for
 from fastgpt.device import device
-from fastgpt.errors import UserError, run_command, unknown_name
+from fastgpt.errors import UserError, run_command
 from fastgpt.model.generation import generate
 from fastgpt.model.gpt import GPT
 
@@ -50,14 +48,13 @@ class GenerateBench:
                 raise UserError(f"--{name} is {getattr(self, name)}: expected {least} or more")
 
 
-def ours(model: GPT, tokens: int, precision: str, exact: bool, prompts: list[Tensor]) -> None:
+def ours(model: GPT, tokens: int, precision: str, exact: bool, prompts: list[torch.Tensor]) -> None:
     lengths, padded = torch.tensor([*map(len, prompts)]), pad_sequence(prompts, True)
-    how = {"max_new_tokens": tokens, "temperature": 0, "exact": exact}
     with device.autocast("cpu", precision):
-        generate(model, padded, lengths=lengths, **how)
+        generate(model, padded, lengths=lengths, max_new_tokens=tokens, temperature=0, exact=exact)
 
 
-def transformers(model: Any, tokens: int, prompts: list[Tensor]) -> None:
+def transformers(model: Any, tokens: int, prompts: list[torch.Tensor]) -> None:
     padded = pad_sequence(prompts, True, padding_side="left")
     real = pad_sequence([torch.ones_like(x) for x in prompts], True, padding_side="left")
     how = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
@@ -66,15 +63,10 @@ def transformers(model: Any, tokens: int, prompts: list[Tensor]) -> None:
 
 def run(bench: GenerateBench) -> Iterator[records.Record]:
     """Yields a record for each case and implementation, with the seconds of all tokens."""
-    if bench.recipe not in RECIPES:
-        raise unknown_name("recipe", bench.recipe, RECIPES)
-    config, tokens = RECIPES[bench.recipe][1].model, bench.tokens
-    vocab = config.vocab_size or 65  # tiny shakespeare's
-    config = replace(config, vocab_size=vocab, dropout=0.0)
-    expect_gpt2(config)
-    if bench.prompt + tokens > config.context:
-        given = f"--prompt is {bench.prompt}, --tokens is {tokens}"
-        raise UserError(f"{given}: expected at most {config.context} in all, the context")
+    config, tokens = configure([bench.recipe]).model, bench.tokens
+    expect_gpt2(config := replace(config, vocab_size=config.vocab_size or 65, dropout=0.0))
+    if bench.prompt + tokens > (room := config.context):
+        raise UserError(f"--tokens is {tokens}: expected at most {room} in all, with --prompt")
     if installed("transformers") is None:
         raise UserError("transformers is not installed: expected pip install transformers")
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -87,21 +79,19 @@ def run(bench: GenerateBench) -> Iterator[records.Record]:
         "fastgpt bf16": partial(ours, model, tokens, "bf16", False),
         "transformers": partial(transformers, theirs, tokens),
     }
-    alone: dict[str, Any] = dict(rivals)
+    alone: dict[str, Any] = {**rivals}
     if bench.nanogpt is not None:  # which continues no prompts of several lengths
         nanogpt = nanogpt_model(config, bench.nanogpt).eval()
         alone["nanogpt"] = lambda prompts: nanogpt.generate(torch.stack(prompts), tokens, top_k=1)
-    longest = [*torch.randint(vocab, (4, bench.prompt))]
+    longest = [*torch.randint(65, (4, bench.prompt))]  # characters of tiny shakespeare
     shorter = [prompt[: bench.prompt * (i + 1) // 4] for i, prompt in enumerate(longest)]
     cases = {"1 prompt": longest[:1], "4 prompts": longest, "4 unequal prompts": shorter}
     for name, prompts in cases.items():
         calls = alone if len(prompts) == 1 else rivals
         timed = {who: Timed(call, partial(list, prompts)) for who, call in calls.items()}
-        samples = Timer("cpu").interleave(timed, seconds=0, rounds=bench.rounds)
-        more: Any = {"prompts": [*map(len, prompts)], "tokens": tokens}
-        for who, found in samples.items():
-            case, figure = f"generate/{bench.recipe}/{name}", quantiles(found)
-            yield records.record(case, who, figure, **more)
+        case, more = f"generate/{bench.recipe}/{name}", {"prompts": [*map(len, prompts)]}
+        for who, found in Timer("cpu").interleave(timed, seconds=0, rounds=bench.rounds).items():
+            yield records.record(case, who, quantiles(found), tokens=tokens, **more)
 
 
 def main(argv: list[str]) -> None:

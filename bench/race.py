@@ -1,8 +1,7 @@
 """Times whole training runs beside nanoGPT's: `python -m bench.race --nanogpt PATH`.
 
-The time includes start, imports, data, training, evaluation and exit. nanoGPT runs the command of
-its README for small computers on the same text, and keeps its last checkpoint; a recipe runs as
-`python train.py`. Both losses are over all windows of the held-out text.
+The time is a whole process's. nanoGPT runs its README's command for small computers on the same
+text, and keeps its last checkpoint. Both losses are over all windows of the held-out text.
 """
 
 import pickle
@@ -18,7 +17,6 @@ from bench.measure import quantiles, time_process
 from fastgpt import flags
 from fastgpt.cli import configure
 from fastgpt.convert import source
-from fastgpt.data.corpus import Corpus
 from fastgpt.data.preparation import open_corpus
 from fastgpt.errors import UserError, run_command
 from fastgpt.evaluate.text import score_text
@@ -41,21 +39,10 @@ class Race:
     """Number of runs of each."""
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise UserError(f"--rounds is {self.rounds}: expected 1 or more")
+        if not (self.nanogpt / "train.py").exists():
+            raise UserError(f"--nanogpt {self.nanogpt}: expected nanoGPT, found no train.py")
         for recipe in self.recipes:
             configure(recipe.split())
-
-
-def copy_with_data(checkout: Path, copy: Path, corpus: Corpus) -> None:
-    """Copies the checkout and adds tiny shakespeare in the layout that its train.py reads."""
-    if not (checkout / "train.py").exists():
-        raise UserError(f"--nanogpt {checkout}: expected a checkout of nanoGPT, found no train.py")
-    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
-    data = copy / "data" / "shakespeare_char"
-    corpus.train[:].tofile(data / "train.bin")
-    corpus.val[:].tofile(data / "val.bin")
-    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": corpus.tokenizer.vocab_size}))
 
 
 def run(race: Race) -> Iterator[records.Record]:
@@ -63,30 +50,32 @@ def run(race: Race) -> Iterator[records.Record]:
     runs = {(name, who): [] for name in race.recipes for who in ("nanogpt", "fastgpt")}
     with tempfile.TemporaryDirectory() as folder:
         corpus = open_corpus("shakespeare", tokenizer="chars", val_fraction=0.1)
-        copy_with_data(race.nanogpt, copy := Path(folder, "nanogpt"), corpus)
+        copy = shutil.copytree(race.nanogpt, Path(folder, "nanogpt"))
+        data = copy / "data" / "shakespeare_char"
+        corpus.train[:].tofile(data / "train.bin")
+        corpus.val[:].tofile(data / "val.bin")
+        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": corpus.tokenizer.vocab_size}))
         how = {"batch": 64, "device": "cpu", "autocast": nullcontext(), "report": str}
         for _ in range(race.rounds):
-            theirs, _ = time_process("nanoGPT", *NANOGPT.split(), cwd=copy)
+            seconds, _ = time_process("nanoGPT", *NANOGPT.split(), cwd=copy)
             model = source.read(str(copy / "out-shakespeare-char" / "ckpt.pt")).build_gpt()
-            scores, _ = score_text(model, corpus.val[:], None, **how)
+            loss = score_text(model, corpus.val[:], None, **how)[0]["loss"]
             for name in race.recipes:
+                runs[name, "nanogpt"].append((seconds, loss))
                 run_dir = tempfile.mkdtemp(dir=folder)
                 ours, _ = time_process(name, "train.py", *name.split(), "--run-dir", run_dir)
                 log = read_records(Path(run_dir, "metrics.jsonl"))
                 losses = [row["val_loss"] for row in log if "val_loss" in row]
-                runs[name, "nanogpt"].append((theirs, scores["loss"], 1.0))
-                runs[name, "fastgpt"].append((ours, losses[-1], theirs / ours))
+                runs[name, "fastgpt"].append((ours, losses[-1]))
     for (name, who), found in runs.items():
-        seconds, losses, ratios = ([round(x, 4) for x in numbers] for numbers in zip(*found))
-        yield records.record(
-            f"race/{name}", who, quantiles(seconds),
-            seconds=seconds, val_loss=losses, nanogpt_over_it=ratios,
-        )  # fmt: skip
+        numbers = ([round(x, 4) for x in column] for column in zip(*found))
+        more = dict(zip(("seconds", "val_loss"), numbers))
+        yield records.record(f"race/{name}", who, quantiles(more["seconds"]), **more)
 
 
 def main(argv: list[str]) -> None:
     rows = [*run(flags.command(Race, argv, prog="python -m bench.race"))]
-    keys = ("case", "implementation", "seconds", "val_loss", "nanogpt_over_it")
+    keys = ("case", "implementation", "seconds", "val_loss")
     report.show("|".join(keys), ([str(row[key]) for key in keys] for row in rows))
     print(records.Writer("cpu").write(*rows))
 

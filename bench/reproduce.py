@@ -1,59 +1,54 @@
 """Trains every system of the lecture as published: `python -m bench.reproduce [--only A B]`.
 
 Each system is one `python train.py RECIPE`. Its losses are recorded, and a table is written from
-all records: into bench/results/local, or with `--publish` beside the committed records and into
-docs/reproduction.md. A system that has a record is not trained again, and an interrupted run is
-resumed: the same command finishes what is left.
+all records: into bench/results/local, or with `--publish` into docs/reproduction.md. A system that
+has a record is not trained again, and an interrupted run is resumed.
 """
 
 import hashlib
 import json
-import statistics
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 from bench import records, report
 from bench.measure import ROOT, quantiles
-from bench.records import Record
 from fastgpt import flags
 from fastgpt.cli import configure
 from fastgpt.config.config import Config, to_json
 from fastgpt.convert.saved import from_json
 from fastgpt.device import device
-from fastgpt.errors import UserError, run_command, unknown_name
+from fastgpt.errors import UserError, run_command
 from fastgpt.logs.metrics import read_records
 
 PAGE = report.DOCS / "reproduction.md"
+RUNS = ROOT / "runs" / "reproduce"
+MEASURED = "Measured on {device}; PyTorch {versions[torch]}, commit {commit}."
+Letter = Literal["A", "B", "C", "D", "E", "F", "H", "G", "G'"]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A published loss, in nats for each token."""
 
     step: int
     published: float
-    band: float = 0.05
-    """Largest deviation allowed: other random numbers change each loss by a few hundredths."""
-    key: str = "val_loss"
-    """Metric of the run: `val_loss`, a mean over 200 random batches, or `train_loss`, of one."""
+    band: float = 0.05  # other random numbers change each loss by a few hundredths
+    key: str = "val_loss"  # a mean over 200 random batches; or train_loss, of one
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class System:
+class System(NamedTuple):
     """A step of the lecture: a model with its published losses."""
 
     letter: str
     recipe: str
     about: str
     targets: tuple[Target, ...]
-    seeds: tuple[int, ...] = (1337, 1, 2)
-    """Seeds, with one run each; the mean of their losses is compared with the published one."""
+    seeds: tuple[int, ...] = (1337, 1, 2)  # of a run each; the mean of their losses counts
 
 
 SYSTEMS = (
@@ -75,8 +70,7 @@ SYSTEMS = (
     System("G", "lecture-gpt", "a GPT, 6 layers of width 192, dropout",
            (Target(1000, 1.7604), Target(2000, 1.5939)), seeds=(1337,)),
     System("G'", "lecture-gpt-full", "like G with width 384, context 256",
-           (Target(5000, 1.48, note="reported elsewhere, not in the published text"),),
-           seeds=(1337,)),
+           (Target(5000, 1.48, note="reported elsewhere, not in the published text"),), (1337,)),
 )  # fmt: skip
 
 
@@ -84,30 +78,18 @@ SYSTEMS = (
 class Reproduce:
     """Trains the systems of the lecture and compares their losses with the published ones."""
 
-    only: tuple[str, ...] = ()
-    """Systems to train, by letter or recipe; by default all except G', which needs a GPU."""
+    only: tuple[Letter, ...] = get_args(Letter)[:-1]
+    """Systems to train; by default all except G', which needs a GPU."""
     gpt_steps: int = 1000
     """Number of steps of system G, published at 1000 (a quarter of an hour on a CPU) and 2000."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; `auto` takes CUDA if torch sees it, else the CPU."""
-    runs: Path = Path("runs/reproduce")
-    """Folder of the runs."""
     render: bool = False
     """Write the page from the records there are, without training."""
     out: Path | None = None
     """Folder of the records; by default bench/results/local."""
     publish: bool = False
     """Move the local records beside the committed ones and write docs/reproduction.md."""
-
-
-def chosen(only: tuple[str, ...]) -> list[System]:
-    """Returns the systems of these letters or recipes, in the order of the lecture."""
-    known = {name: s for s in SYSTEMS for name in (s.letter, s.recipe)}
-    for name in only:
-        if name not in known:
-            raise unknown_name("system", name, known)
-    wanted = {*only} or {s.letter for s in SYSTEMS} - {"G'"}
-    return [s for s in SYSTEMS if wanted & {s.letter, s.recipe}]
 
 
 def comparable(config: Config) -> Config:
@@ -117,38 +99,31 @@ def comparable(config: Config) -> Config:
     return replace(config, steps=1, train=train)
 
 
-def on_record(config: Config) -> list[Record]:
+def on_record(config: Config) -> list[records.Record]:
     """Returns the runs with these settings to any step, the longest and newest last.
 
     An option that is newer than a record had its default then; one that is gone means no run.
     """
-    wanted, found = comparable(config), []
+    wanted, mine, found = comparable(config), f"reproduce/{config.recipe}/", list[records.Record]()
     for row in (*records.read(), *records.read(records.RESULTS / records.LOCAL)):
-        if row["case"].startswith(f"reproduce/{config.recipe}/"):
-            with suppress(KeyError, TypeError, UserError):
-                if comparable(from_json(json.dumps(row["config"]))) == wanted:
-                    found.append(row)
+        with suppress(KeyError, TypeError, UserError):
+            if mine in row["case"] and comparable(from_json(json.dumps(row["config"]))) == wanted:
+                found.append(row)
     return sorted(found, key=lambda row: (row["config"]["steps"], row["run"]))
 
 
-def train(system: System, argv: list[str], runs: Path) -> Record:
-    """Trains or resumes a run; returns its record, with the seconds of all its processes."""
+def train(system: System, argv: list[str]) -> records.Record:
+    """Trains or resumes a run; returns its record, with its seconds if it was never interrupted."""
     config = configure(argv)
     key = hashlib.sha256(to_json(config).encode()).hexdigest()[:8]
-    run_dir = runs.absolute() / f"{system.recipe}-{key}"
-    clock = run_dir.with_suffix(".seconds")
-    clock.parent.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter() - (float(clock.read_text()) if clock.exists() else 0.0)
+    run_dir = RUNS / f"{system.recipe}-{key}"
     command = [sys.executable, "train.py", *argv, "--run-dir", str(run_dir), "--resume", "auto"]
-    try:
-        done = subprocess.run(command, cwd=ROOT)
-    finally:
-        clock.write_text(str(time.perf_counter() - start))
-    if done.returncode:
-        raise UserError(f"{' '.join(command)} failed; its message is above")
+    resumed, start = run_dir.exists(), time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT)
+    seconds = quantiles([round(time.perf_counter() - start, 1)])
     log = read_records(run_dir / "metrics.jsonl")
-    if log[-1]["step"] < config.steps:
-        raise UserError(f"{run_dir} stopped at step {log[-1]['step']}; the same command resumes it")
+    if done.returncode or log[-1]["step"] < config.steps:
+        raise UserError(f"{' '.join(command)} failed or was stopped; bench.reproduce resumes it")
     measured = {
         f"{target.key} {target.step}": row[target.key]
         for target in system.targets
@@ -157,21 +132,19 @@ def train(system: System, argv: list[str], runs: Path) -> Record:
     }
     return records.record(
         f"reproduce/{system.recipe}/steps={config.steps}/seed={config.seed}", "fastgpt",
-        quantiles([round(float(clock.read_text()), 1)]),
-        system=system.letter, command=f"python train.py {' '.join(argv)}", measured=measured,
-        parameters=json.loads((run_dir / "manifest.json").read_text())["parameters"],
-        config=json.loads(to_json(config)),
+        None if resumed else seconds, why="resumed" * resumed, measured=measured,
+        command=f"python train.py {' '.join(argv)}", config=json.loads(to_json(config)),
     )  # fmt: skip
 
 
-def judged(target: Target, rows: list[Record]) -> tuple[str, str, str]:
+def judged(target: Target, rows: list[records.Record]) -> tuple[str, str, str]:
     """Formats the mean of the runs and their range, the band, and whether the mean is inside."""
     key, band = f"{target.key} {target.step}", f"±{target.band}"
     found = [row["measured"][key] for row in rows if key in row["measured"]]
     if not found:
         said = f"{rows[0]['config']['steps']:,} steps run so far" if rows else "not run yet"
         return said, band, "-"
-    mean = statistics.fmean(found)
+    mean = sum(found) / len(found)
     scatter = f" ({min(found):.4f} to {max(found):.4f})" * (len(found) > 1)
     inside = abs(mean - target.published) <= target.band
     return f"{mean:.4f}{scatter}", band, "yes" if inside else "**no**"
@@ -183,11 +156,9 @@ def render() -> str:
     for system in SYSTEMS:
         configs = [configure([system.recipe, "--seed", str(seed)]) for seed in system.seeds]
         rows = [row for config in configs for row in on_record(config)[-1:]]
-        taken = [row["figure"]["p50"] for row in rows]
+        machines |= {MEASURED.format_map(row) for row in rows}
+        taken = [row["figure"]["p50"] for row in rows if row["figure"]]
         total += sum(taken)
-        for row in rows:
-            about = f"PyTorch {row['versions']['torch']}, commit {row['commit']}"
-            machines.add(f"Measured on {row['device']}; {about}.")
         name, seconds = f"{system.letter}: {system.about}", " + ".join(f"{s:.0f}" for s in taken)
         command = rows[0]["command"] if rows else f"python train.py {system.recipe}"
         for target in system.targets:
@@ -197,9 +168,9 @@ def render() -> str:
                 published += f" ({len(notes)})"
             cells = name, f"{target.step:,}", published, *judged(target, rows)
             lines.append((*cells, seconds or "-", f"`{command}`"))
-    header = "system|step|published|measured|band|inside|seconds|command"
-    text = "\n".join((*sorted(machines), "", report.table(header, lines), *notes, ""))
-    return f"{text}\nAll runs together took {total / 60:.1f} minutes, start-up included.\n"
+    table = report.table("system|step|published|measured|band|inside|seconds|command", lines)
+    took = f"All runs together took {total / 60:.1f} minutes, start-up included.\n"
+    return "\n".join((*sorted(machines), "", table, *notes, "", took))
 
 
 def main(argv: list[str]) -> None:
@@ -208,16 +179,16 @@ def main(argv: list[str]) -> None:
     here, page = records.described(on)["device"], records.RESULTS / records.LOCAL / PAGE.name
     report.put_into(PAGE, render(), page)  # shows a problem before hours of training
     runs = []
-    for system in chosen(options.only) if not options.render else ():
+    for system in SYSTEMS if not options.render else ():
         steps = ["--steps", str(options.gpt_steps)] if system.letter == "G" else []
-        for seed in system.seeds:
+        for seed in system.seeds if system.letter in options.only else ():
             words = [system.recipe, *steps, "--train.device", on, "--seed", str(seed)]
             runs.append((system, words, configure(words)))
     for system, words, config in runs:
         known = [row["config"]["steps"] for row in on_record(config) if row["device"] == here]
         if max(known, default=0) < config.steps:
             print(f"{system.letter}: {' '.join(words)}", flush=True)
-            records.Writer(on, options.out).write(train(system, words, options.runs))
+            records.Writer(on, options.out).write(train(system, words))
             report.put_into(PAGE, render(), page)
     if options.publish:
         records.publish()

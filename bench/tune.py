@@ -1,40 +1,35 @@
 """Chooses the block sizes of attention's kernels: `python -m bench.tune`.
 
-A slot is a row of a table in kernels/attention/tuning/. For each slot, candidates (block sizes,
-warps, stages) are compiled ahead of time. One that spills, needs too much shared memory or lacks
-its tensor-core instruction is dropped. The others are ranked by predicted time, which decides with
---static. Without it, the best and the shipped row are checked against the reference and timed on
-the GPU at hand.
+Candidates for a row of a table in kernels/attention/tuning/ are compiled and ranked by predicted
+time. Without --static, the best and the shipped row are then checked and timed on this machine.
 """
 
 import json
-import math
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from bench import report
 from bench.measure import Timed, Timer, quantiles
 from bench.records import Record, Writer, record
 from fastgpt import flags
 from fastgpt.errors import UserError, run_command
-from fastgpt.kernels import parity, runtime
+from fastgpt.kernels import runtime
 from fastgpt.kernels.aot import SHARED_LIMIT, TUNED, check_budget
 from fastgpt.kernels.attention import spec
-from fastgpt.kernels.attention.config import KEYS, TUNING, table_path, trying
+from fastgpt.kernels.attention.config import KEYS, TUNING, rows, trying
 from fastgpt.kernels.attention.plain import attention_mask
 from fastgpt.kernels.proof.compile import CompileResult, collect, compile_all
 from fastgpt.kernels.proof.sass import DEVICES, ceiling
 
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
 CHECKED = {"B": 2, "T": 515}  # short, and no multiple of a block
+MARGIN = 0.05  # the shipped row stays if its time is within this of the best
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +44,6 @@ class Tune:
     """Texts such as 'sm_90 dq 16 bits D=64': tune only slots whose name has one of them."""
     write: bool = False
     """Write the choice into the architecture's own table."""
-    margin: float = 0.05
-    """Keep the shipped row if its time is within this of the best; no clock is more accurate."""
     top: int = 6
     """Number of candidates that are compared with the shipped row."""
     budget: float = 600
@@ -59,8 +52,7 @@ class Tune:
     """Folder of the record; by default bench/results/local."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A row of an architecture's table: the calls that it serves, and their settings."""
 
     arch: int
@@ -88,28 +80,23 @@ class Slot:
         """Returns the problem of attention's `Spec` that is timed."""
         D, masks = next(self.forms())
         B, T, H = spec.SHAPES[D]
-        found = {"B": B, "T": T, "H": H, "D": D, "causal": masks == "causal"}
-        if masks == spec.MASKS[2]:  # about four documents
-            found |= {"docs": T // 2, "window": spec.WINDOW, "dropout_p": spec.DROPOUT}
-            found["K"] = H // spec.GROUP
-        return found
+        hidden = {"docs": T // 2, "window": spec.WINDOW, "dropout_p": spec.DROPOUT}
+        more = hidden | {"K": H // spec.GROUP} if masks == spec.MASKS[2] else {}
+        return spec.problem(B, T, H, D, causal=masks == "causal", **more)
 
     def write(self, settings: dict[str, int]) -> None:
         """Writes settings into the architecture's own table, which is first copied if missing."""
         keys = {name: value for name, value in self.row.items() if name in KEYS}
-        table = [keys | settings if row == self.row else row for row in rows_of(self.arch)]
+        table = [keys | settings if row == self.row else row for row in rows(self.arch)]
         lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
         path = TUNING / f"sm_{self.arch}.json"
         path.write_text(f'{{\n "attention": [\n{lines}\n ]\n}}\n', encoding="utf-8")
-
-
-def rows_of(arch: int) -> list[dict[str, Any]]:
-    return json.loads(table_path(arch).read_text(encoding="utf-8"))["attention"]
+        rows.cache_clear()
 
 
 def selected(archs: Iterable[int], only: Iterable[str]) -> list[Slot]:
     """Returns the slots whose names have one of the texts, or all; `UserError` if there is none."""
-    slots = [Slot(arch, row) for arch in archs for row in rows_of(arch)]
+    slots = [Slot(arch, row) for arch in archs for row in rows(arch)]
     if found := [slot for slot in slots if any(text in slot.name for text in only or [""])]:
         return found
     raise UserError(f"--only is {' '.join(only)}: expected part of a name, {slots[0].name!r}")
@@ -133,7 +120,7 @@ class Candidate:
     @property
     def time(self) -> float:
         """The milliseconds that count in the choice, infinite for a candidate with a problem."""
-        return math.inf if self.problems else self.measured or self.predicted
+        return float("inf") if self.problems else self.measured or self.predicted
 
 
 def settings_to_try(row: dict[str, Any], D: int) -> Iterator[dict[str, int]]:
@@ -178,9 +165,8 @@ def compile_forms(slot: Slot, found: list[Candidate], forms: list[tuple[int, str
 @cache
 def tiles(T: int, M: int, N: int, causal: bool, window: int | None) -> tuple[int, int]:
     """Counts the tiles of a head's (T, T) scores that need no mask and those that need one."""
-    mask = attention_mask(T, T, causal=causal, window=window)
-    assert mask is not None
-    seen = F.avg_pool2d(mask[0].float(), (M, N))
+    mask: Any = attention_mask(T, T, causal=causal, window=window)
+    seen = torch.nn.functional.avg_pool2d(mask[0].float(), (M, N))
     return int((seen == 1).sum()), int(((seen > 0) & (seen < 1)).sum())
 
 
@@ -188,8 +174,7 @@ def predict(slot: Slot, settings: dict[str, int], code: CompileResult) -> float:
     """Predicts the milliseconds of the slot's problem, a lower bound, from compiled code.
 
     A tile takes the most of: the clocks of the busiest unit, products and the rest in turn, its
-    bytes from L2; and the latency of a load that products wait for. What a program does outside of
-    the loops is left out.
+    bytes from L2; and the latency of a load that products wait for. Only the loops count.
     """
     device, problem, bits = DEVICES[runtime.family(slot.arch)], slot.problem(), slot.row["bits"]
     M, N, D = settings["BLOCK_M"], settings["BLOCK_N"], problem["D"]
@@ -199,24 +184,13 @@ def predict(slot: Slot, settings: dict[str, int], code: CompileResult) -> float:
     # the two loops with most instructions: the masked one has more than the other
     for loop in sorted(code.loops, key=lambda x: sum(x.units.values()))[-2:]:
         loop = replace(loop, flops=max(flops, loop.flops))  # not all instructions state theirs
-        limit = ceiling(loop, slot.arch, code.warps, code.registers, code.shared, code.columns)
-        assert limit is not None
+        limit: Any = ceiling(loop, slot.arch, code.warps, code.registers, code.shared, code.columns)
         blocks = max(1, limit.blocks)
-        busy = max(limit.clocks, limit.alone / blocks, from_l2)
         # 700: clocks of a load from L2 while all multiprocessors read; 500 to 900 are likely
-        clocks.append(busy + 700 * loop.waits / blocks)
+        clocks.append(max(limit.clocks, limit.alone / blocks, from_l2) + 700 * loop.waits / blocks)
     whole, masked = tiles(problem["T"], M, N, problem["causal"], problem.get("window"))
     total = problem["B"] * problem["H"] * (whole * clocks[0] + masked * clocks[-1])
     return total / device.multiprocessors / device.ghz / 1e6
-
-
-def faults(slot: Slot, settings: dict[str, int], on: str) -> list[str]:
-    """Checks output and gradients by the rule of `kernels.parity`; returns what is wrong."""
-    op, problem = spec.ATTENTION_PACKED, slot.problem() | CHECKED
-    calls = [op.call(f, problem, on) for f in (op.op, op.eager, op.ref)]
-    inputs = op.inputs(problem, lambda *sizes, below=0: torch.randn(sizes, device=on))
-    with trying(slot.row["step"], settings):
-        return parity.faults(calls, inputs, DTYPES[slot.row["bits"]])
 
 
 def timed(slot: Slot, settings: dict[str, int], on: str) -> Timed:
@@ -235,35 +209,32 @@ def timed(slot: Slot, settings: dict[str, int], on: str) -> Timed:
 
 def measure(slot: Slot, found: list[Candidate], timer: Timer, seconds: float) -> Iterator[Record]:
     """Times the candidates with right results in turn; yields a record of each."""
+    case, shape = f"tune/{slot.name.replace(' ', '/', 1)}", slot.problem()
+    op = replace(spec.ATTENTION_PACKED, problems={"checked": shape | CHECKED}, cpu=None)
     for x in found:
-        if not x.problems:
-            x.problems += [f"wrong: {line}" for line in faults(slot, x.settings, timer.on)[:1]]
+        with trying(slot.row["step"], x.settings):
+            wrong = [] if x.problems else op.faults(timer.on, DTYPES[slot.row["bits"]])
+        x.problems += [f"wrong: {line}" for line in wrong[:1]]
     right = {x.name: x for x in found if not x.problems}
     rivals = {name: timed(slot, x.settings, timer.on) for name, x in right.items()}
     for name, samples in timer.interleave(rivals, seconds=seconds).items():
         x, figure = right[name], quantiles(samples)
-        x.measured, result = 1e3 * figure["p50"], x.results[0]
-        more = {"maxnreg": None, **x.settings, "registers": result.registers}
-        more |= {"kernel": result.kernel, "predicted_ms": x.predicted, "shape": slot.problem()}
-        yield record(f"tune/{slot.name.replace(' ', '/', 1)}", name, figure, **more)
+        x.measured = 1e3 * figure["p50"]
+        yield record(case, name, figure, predicted_ms=x.predicted, shape=shape, **x.settings)
 
 
-def choose(found: list[Candidate], margin: float) -> Candidate:
-    """Returns the first candidate, the shipped one, if it is within the margin, else the best."""
+def choose(found: list[Candidate]) -> Candidate:
+    """Returns the shipped candidate, the first, if it is within MARGIN of the best, or the best."""
     best = min(found, key=lambda x: x.time)
-    return found[0] if found[0].time <= (1 + margin) * best.time else best
+    return found[0] if found[0].time <= (1 + MARGIN) * best.time else best
 
 
 def archs_of(asked: Tune) -> list[int]:
     """Returns the architectures to tune for; `UserError` if the flags do not fit each other."""
-    if asked.top < 1:
-        raise UserError(f"--top is {asked.top}: expected 1 or more")
     if runtime.INTERPRETING:
         raise UserError("unset TRITON_INTERPRET, because the interpreter compiles nothing")
-    if asked.arch and not asked.static:
-        raise UserError("--arch needs --static; without it this machine's GPU is timed")
-    if not asked.static and not torch.cuda.is_available():
-        raise UserError("torch sees no CUDA device to time on; use --static to rank without one")
+    if not asked.static and (asked.arch or not torch.cuda.is_available()):
+        raise UserError("torch sees no CUDA device, or --arch is given: expected --static as well")
     archs = [*(asked.arch or TUNED)] if asked.static else [runtime.arch(torch.device("cuda"))]
     if unknown := [arch for arch in archs if runtime.family(arch) not in SHARED_LIMIT]:
         raise UserError(f"sm_{unknown[0]} is unknown: expected one of {[*SHARED_LIMIT]}")
@@ -271,28 +242,23 @@ def archs_of(asked: Tune) -> list[int]:
 
 
 def main(argv: list[str]) -> int:
-    asked = flags.command(Tune, argv, prog="python -m bench.tune")
-    slots, stuck = selected(archs_of(asked), asked.only), 0
-    warnings.filterwarnings("ignore", "attention was never tuned")
-    timer = None if asked.static else Timer("cuda")
-    writer = timer and Writer(timer.on, asked.out)
+    asked, stuck = flags.command(Tune, argv, prog="python -m bench.tune"), False
+    slots = selected(archs_of(asked), asked.only)
     for slot in slots:
         print(f"{slot.name} ...", flush=True)
         found = search(slot, asked.top)
-        if timer and writer:
-            writer.write(*measure(slot, found, timer, asked.budget / len(slots)))
-        lines = []
-        for x in sorted(found, key=lambda x: x.time):
-            figures = x.results[0].registers, f"{x.predicted:.4f}", f"{x.time:.4f}"
-            lines.append((x.name, *map(str, figures), *x.problems[:1]))
-        report.show("candidate|registers|predicted ms|ms|problem", lines)
-        chosen = choose(found, asked.margin)
-        said = "none, because all have problems" if chosen.problems else chosen.name
-        print(f"shipped: {found[0].name}; chosen: {said}", flush=True)
-        stuck += bool(chosen.problems)
+        if not asked.static:
+            timings = measure(slot, found, Timer("cuda"), asked.budget / len(slots))
+            Writer("cuda", asked.out).write(*timings)
+        by_time = sorted(found, key=lambda x: x.time)
+        lines = [(x.name, f"{x.predicted:.4f}", f"{x.time:.4f}", *x.problems[:1]) for x in by_time]
+        report.show("candidate|predicted ms|ms|problem", lines)
+        chosen = choose(found)
+        print(f"shipped: {found[0].name}; chosen: {chosen.name}", *chosen.problems[:1], flush=True)
+        stuck |= bool(chosen.problems)
         if asked.write and not chosen.problems:
             slot.write(chosen.settings)
-    return int(stuck > 0)
+    return int(stuck)
 
 
 if __name__ == "__main__":

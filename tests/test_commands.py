@@ -54,7 +54,7 @@ SHORTER = [
     (r"^make bench$", f"make bench ARGS='{DROPOUT} --out out'"),
     (r"^make bench ARGS=--publish$", f"make bench ARGS='{DROPOUT} --publish'"),
     (r"^make bench-regress.*$", "make bench-regress ARGS='-k add_layer_norm'"),
-    (r"^make reproduce$", "make reproduce ARGS='--only lecture-bigram --gpt-steps 1'"),
+    (r"^make reproduce$", "make reproduce ARGS='--only A'"),
     (r"^make hub$", "make hub ARGS='--out out'"),
     (r"^make tune$", "make tune ARGS=--help"),  # python -m bench.tune is run
     (r"^make clean$", f"make -f {ROOT}/Makefile clean"),

@@ -51,8 +51,7 @@ def test_a_plan_ends_in_time_and_a_stage_leaves_some_to_those_behind_it(plan):
     stages = {"env": Stage(20, SLEEP, leaves=5), "next": Stage(20, SLEEP), "last": Stage(20, SLEEP)}
     status, printed = plan(13.5, stages, ["env"], ["next"], ["last"])
     took = [int(seconds) for seconds in re.findall(r"NO  stopped; (\d+) s", printed)]
-    assert (status, len(took), "last               NO  not begun" in printed) == (1, 2, True)
-    assert [took[0] < 6, sum(took) < 12] == [True, True]
+    assert (status, took[0] < 6, took[1] > 0, sum(took) < 12, took[2]) == (1, True, True, True, 0)
 
 
 @pytest.mark.parametrize(
@@ -74,25 +73,20 @@ def test_log_and_records_outlive_a_kill(tmp_path):
     program += f"gpu.main(['env', '--out', {str(tmp_path)!r}])"
     runner = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     log, end = tmp_path / "log.txt", time.monotonic() + 60
-    while not (log.exists() and "env| 1" in log.read_text()) and time.monotonic() < end:
+    while not (log.exists() and "env| 1\n" in log.read_text()):
+        assert time.monotonic() < end
         time.sleep(0.1)
     runner.kill()  # nothing is tidied up
     runner.wait()
     digest = ["tests: {'failed': 1}", "FAILED a::b", "norm/a/fwd, ms: ours 2"]
-    assert "env| 1\n" in log.read_text()
-    assert [*gpu.digest(tmp_path)] == digest
-
-
-def cases_of(asked: bench.Bench) -> bool:
-    found = ops.cases("cuda", asked.op, asked.size)
-    return [{x.spec.name for x in found}, {x.label for x in found}] == [{*asked.op}, {*asked.size}]
+    assert [*gpu.digest(tmp_path)][:-1] == digest
 
 
 parse = partial(flags.command, prog="")
 PARSERS = {
-    "bench": lambda words: cases_of(parse(bench.Bench, words)),
+    "bench": lambda words: ops.cases("cuda", (x := parse(bench.Bench, words)).op, x.size),
     "bench.step": lambda words: parse(step.StepBench, words),
-    "bench.reproduce": lambda words: reproduce.chosen(parse(reproduce.Reproduce, words).only),
+    "bench.reproduce": lambda words: parse(reproduce.Reproduce, words).only,
     "bench.tune": lambda words: tune.selected([90], parse(tune.Tune, words).only),
     "_env": bool,
     "_tests": lambda words: all((ROOT / word).exists() for word in words if "tests/" in word),
@@ -106,8 +100,7 @@ def test_the_commands_of_a_stage_are_understood(name, tmp_path, shakespeare, mon
     """So are the cases, files and slots that they name, and it is in a plan."""
     monkeypatch.setenv("FASTGPT_DATA", str(shakespeare.parent))
     for more in ("", STAGES[name].tiny, STAGES[name].warm):
-        command = more if more.startswith("-m") else STAGES[name].command + more
-        command = command.format(out=tmp_path, peers="nanogpt --nanogpt=x")
+        command = (STAGES[name].command + more).format(out=tmp_path, peers="nanogpt --nanogpt=x")
         _, module, *words = shlex.split(command.replace("-m bench.gpu", "-m"))
         assert PARSERS[module](words)
     assert any(name in group for _, groups in PLANS.values() for group in groups)

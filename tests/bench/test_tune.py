@@ -7,7 +7,7 @@ import torch
 
 from bench import tune
 from bench.measure import Timer
-from bench.tune import Candidate, Slot, choose, rows_of, selected
+from bench.tune import Candidate, Slot, choose, selected
 from fastgpt.errors import UserError
 from fastgpt.kernels.attention import config, spec
 from fastgpt.kernels.proof.compile import CompileResult
@@ -18,13 +18,14 @@ TILE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 ROW = {"step": "fwd", "bits": 32, "D": 16, "plain": True}
 
 
+@pytest.mark.filterwarnings("ignore:attention was never tuned")
 @pytest.mark.parametrize("arch", [75, 80, 90, 100])
 def test_each_row_is_a_slot_and_serves_its_kernel_variants(arch):
     for slot in selected([arch], []):
         for D, masks in slot.forms():
             plain = D != 80 and masks != spec.MASKS[2]
             call = slot.row["step"], slot.row["bits"], 128 if D == 80 else D, plain
-            assert [row for row in rows_of(arch) if config.serves(row, call)] == [slot.row]
+            assert [row for row in config.rows(arch) if config.serves(row, call)] == [slot.row]
 
 
 def test_slots_are_selected_by_parts_of_their_names():
@@ -52,13 +53,12 @@ def test_predicted_time_is_that_of_the_tiles(bits, issued, waits, clocks, monkey
 
 
 @pytest.mark.parametrize(
-    ("shipped", "margin", "problems", "stays"),
-    [(1.04, 0.05, 0, True), (1.06, 0.05, 0, False), (1.04, 0, 0, False), (0.9, 0.05, 1, False)],
+    ("shipped", "problems", "stays"), [(1.04, 0, True), (1.06, 0, False), (0.9, 1, False)]
 )
-def test_a_right_shipped_row_stays_within_the_margin(shipped, margin, problems, stays):
+def test_a_right_shipped_row_stays_within_the_margin(shipped, problems, stays):
     found = [Candidate(TILE, problems=["spills"] * problems, predicted=shipped)]
     found += [Candidate({}, predicted=1.0), Candidate({}, problems=["wrong"], predicted=0.1)]
-    assert choose(found, margin) is found[not stays]
+    assert choose(found) is found[not stays]
 
 
 class Clock(Timer):
@@ -82,16 +82,14 @@ def test_the_tried_kernel_alone_is_timed_and_no_wrong_one(step, plain, monkeypat
 
     monkeypatch.setattr(spec, "ATTENTION_PACKED", replace(op, op=wrong))
     monkeypatch.setattr(tune, "partial", noted)
-    code = CompileResult(spec.STEPS[step][0], 90, "", registers=99)
-    found = [Candidate(x, [code], predicted=2.0) for x in tiles]
+    found = [Candidate(x, predicted=2.0) for x in tiles]
     slot = Slot(90, {**ROW, "step": step, "plain": plain})
     (row,) = tune.measure(slot, found, Clock("cpu"), 1.0)
     assert [n for n, x in enumerate(ran) if x == (16, 64)] == [[*spec.STEPS].index(step), 3]
     assert found[1].problems[0].startswith("wrong: output 0")
     assert [x.time for x in found] == [pytest.approx(3.0), float("inf")]
-    assert row["figure"]["p50"] == pytest.approx(3e-3)
     assert row["case"].startswith(f"tune/sm_90/{step} 32 bits D=16 ")
-    more = {"implementation": "16x64 w8 s3", "maxnreg": None, "registers": 99, "predicted_ms": 2.0}
+    more = {"implementation": "16x64 w8 s3", "predicted_ms": 2.0}
     assert (tiles[0] | more).items() <= row.items()
 
 
