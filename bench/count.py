@@ -63,6 +63,8 @@ class CountBench:
     """Trainers to count, by their names in bench.step; the record keeps its others."""
     nanogpt: Path | None = None
     """Path of a nanoGPT checkout, whose model.py is imported; its step is counted, too."""
+    nanochat: Path | None = None
+    """Path of a nanochat checkout, the same; its GPT is another network, and has AdamW here."""
 
 
 def part_of(work: Any, table: int) -> str:
@@ -220,8 +222,8 @@ def page(record: dict[str, Any]) -> str:
 
 def count_whole(name: str, whole: Benchmark) -> dict[str, Any]:
     """Returns what the record has of a trainer, from small steps in processes of their own."""
-    # ours launch a single layer with the embedding
-    layers = (2, 4) if name.startswith("fastgpt") else (1, 2)
+    # nanochat's layers differ by turns; ours launch a single layer with the embedding
+    layers = (2, 4) if name == "nanochat" or name.startswith("fastgpt") else (1, 2)
     sizes = [(number, batch) for number in layers for batch in BATCHES]
     with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as pool:
         jobs = [pool.submit(count, name, whole, *size) for size in sizes]
@@ -240,10 +242,11 @@ def main(argv: list[str]) -> None:
         command = "build/simgpu/bin/python -m simgpu --memory 8GiB -m bench.count"
         raise UserError(f"there is no simulated GPU: expected {command}")
     found = json.loads(RECORD.read_text())["trainers"]  # others stay, each with its own commit
+    peers = {"nanogpt": bench.nanogpt, "nanochat": bench.nanochat}
     with tempfile.TemporaryDirectory() as folder:
         config = base_config(RECIPE, "cuda", Path(folder, "text"), context=CONTEXT)
-        whole = Benchmark(config=config, on="cuda", precision="bf16", nanogpt=bench.nanogpt)
-        for name in (*["nanogpt"][: bench.nanogpt is not None], *bench.trainers):
+        whole = Benchmark(config=config, on="cuda", precision="bf16", **peers)
+        for name in (*bench.trainers, *filter(peers.get, peers)):
             found[name] = count_whole(name, with_batch(whole, BATCH))
             print(name, dict(zip(("launches", "GB"), cells(*found[name]["parts"].values()))))
     record = {

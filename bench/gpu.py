@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastgpt.commands import installed
 from fastgpt.logs.metrics import read_records
 
 BEGAN, STARTED = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S")
@@ -103,7 +104,11 @@ def record(out: Path, case: str, figure: float, *, why: str = "", **more: Any) -
 
 
 def env(out: Path) -> int:
-    """Prints and records what the machine has; returns 2 without CUDA."""
+    """Prints and records what the machine has; returns 1 without a package, 2 without CUDA."""
+    needed = "torch", "triton", "tyro", "safetensors", "pytest", "pytest-xdist", "hypothesis"
+    if missing := [name for name in needed if installed(name) is None]:
+        print(f"not installed: {', '.join(missing)}")
+        return 1
     import torch
 
     if not torch.cuda.is_available():
@@ -168,8 +173,9 @@ def digest(out: Path) -> Iterator[str]:
         else:
             unit, scale = ("ms", 1e3) if row["unit"] == "s" else (row["unit"], 1)
             figures[f"{case}, {unit}"].append(f"{who} {scale * figure['p50']:.4g}")
-        keys = filter(row.get, ("tok_per_s", "mfu", "peak_bytes", "first_step_s"))
-        if about := {key: row[key] for key in keys} | row.get("parts", {}):
+        if row.get("tok_per_s"):
+            keys = filter(row.get, ("tok_per_s", "mfu", "peak_bytes", "first_step_s"))
+            about = {key: row[key] for key in keys} | row.get("parts", {})
             yield f"{case} {who}: {', '.join(f'{key} {x:.4g}' for key, x in about.items())}"
         for kernel, ms, launches in row.get("kernels", [])[:40]:
             yield f"{ms:9.3f} ms {launches:6.1f} x  {kernel[:80]}"
