@@ -12,7 +12,6 @@ from fastgpt.errors import UserError
 from fastgpt.kernels.attention import config, spec
 from fastgpt.kernels.proof.compile import CompileResult
 from fastgpt.kernels.proof.sass import Loop
-from tests.proof.test_aot import compiling
 
 TILE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 ROW = {"step": "fwd", "bits": 32, "D": 16, "plain": True}
@@ -52,18 +51,11 @@ def test_predicted_time_is_that_of_the_tiles(bits, issued, waits, clocks, monkey
     assert found == pytest.approx(clocks / 132 / 1.83e6)
 
 
-@pytest.mark.parametrize(
-    ("shipped", "problems", "stays"), [(1.04, 0, True), (1.06, 0, False), (0.9, 1, False)]
-)
-def test_a_right_shipped_row_stays_within_the_margin(shipped, problems, stays):
-    found = [Candidate(TILE, problems=["spills"] * problems, predicted=shipped)]
-    found += [Candidate({}, predicted=1.0), Candidate({}, problems=["wrong"], predicted=0.1)]
-    assert choose(found) is found[not stays]
-
-
-class Clock(Timer):
-    def interleave(self, rivals, *, seconds, rounds=None):
-        return {name: [timed.call(None) or 3e-3] for name, timed in rivals.items()}
+def test_a_right_shipped_row_stays_within_the_margin():
+    for shipped, problems, stays in ((1.04, [], True), (1.06, [], False), (0.9, ["spills"], False)):
+        found = [Candidate(TILE, problems=problems, predicted=shipped)]
+        found += [Candidate({}, predicted=1.0), Candidate({}, problems=["wrong"], predicted=0.1)]
+        assert choose(found) is found[not stays]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
@@ -82,37 +74,22 @@ def test_the_tried_kernel_alone_is_timed_and_no_wrong_one(step, plain, monkeypat
 
     monkeypatch.setattr(spec, "ATTENTION_PACKED", replace(op, op=wrong))
     monkeypatch.setattr(tune, "partial", noted)
-    found = [Candidate(x, predicted=2.0) for x in tiles]
-    slot = Slot(90, {**ROW, "step": step, "plain": plain})
-    (row,) = tune.measure(slot, found, Clock("cpu"), 1.0)
+    found, timer = [Candidate(x, predicted=2.0) for x in tiles], Timer("cpu")
+    timer.interleave = lambda rivals, seconds: {x: [y.call(0) or 3e-3] for x, y in rivals.items()}
+    (row,) = tune.measure(Slot(90, {**ROW, "step": step, "plain": plain}), found, timer, 1.0)
     assert [n for n, x in enumerate(ran) if x == (16, 64)] == [[*spec.STEPS].index(step), 3]
     assert found[1].problems[0].startswith("wrong: output 0")
     assert [x.time for x in found] == [pytest.approx(3.0), float("inf")]
     assert row["case"].startswith(f"tune/sm_90/{step} 32 bits D=16 ")
-    more = {"implementation": "16x64 w8 s3", "predicted_ms": 2.0}
-    assert (tiles[0] | more).items() <= row.items()
+    assert (
+        {"implementation": "16x64 w8 s3", "predicted_ms": 2.0} | tiles[0]
+    ).items() <= row.items()
 
 
-WRITING = """
-import pathlib, sys
-from bench import tune
-from fastgpt.kernels.attention import config
-config.TUNING = tune.TUNING = pathlib.Path(sys.argv[1])
-tile = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 1, "num_stages": 3}
-tune.settings_to_try = lambda *_: [tile, tile | {"num_warps": 4}]
-sys.exit(tune.main(["--static", "--arch", "90", "--only", "fwd 16 bits D=64 plain", "--write"]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.every_change
-def test_the_choice_is_written_into_the_table_of_the_arch(tmp_path):
-    # a tile of one warp spills
+def test_a_choice_is_written_into_the_own_table_of_the_arch(tmp_path, monkeypatch):
     text = config.table_path(90).read_text()
-    (tmp_path / "default.json").write_text(text)
-    done = compiling("-c", WRITING, str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "spills" in done.stdout
-    shipped = '"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3'
-    chosen = '"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3'
-    assert (tmp_path / "sm_90.json").read_text() == text.replace(shipped, chosen, 1)
+    monkeypatch.setattr(tune, "TUNING", tmp_path)
+    (slot,) = selected([90], ["fwd 16 bits D=64 plain"])
+    slot.write({**TILE, "num_stages": 4})
+    tile = '"plain": true, "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": '
+    assert (tmp_path / "sm_90.json").read_text() == text.replace(f"{tile}3", f"{tile}4", 1)
