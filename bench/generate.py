@@ -89,9 +89,9 @@ def run(bench: GenerateBench) -> Iterator[records.Record]:
     for name, prompts in cases.items():
         calls = alone if len(prompts) == 1 else rivals
         timed = {who: Timed(call, partial(list, prompts)) for who, call in calls.items()}
-        case, more = f"generate/{bench.recipe}/{name}", {"prompts": [*map(len, prompts)]}
+        more: Any = {"prompts": [*map(len, prompts)], "tokens": tokens}
         for who, found in Timer("cpu").interleave(timed, seconds=0, rounds=bench.rounds).items():
-            yield records.record(case, who, quantiles(found), tokens=tokens, **more)
+            yield records.record(f"generate/{bench.recipe}/{name}", who, quantiles(found), **more)
 
 
 def main(argv: list[str]) -> None:

@@ -185,7 +185,7 @@ def digest(out: Path) -> Iterator[str]:
     yield f"{time.monotonic() - BEGAN:.0f} s; log and records: {out}"
 
 
-def start(name: str, args: argparse.Namespace) -> tuple[subprocess.Popen[bytes], float]:
+def start(name: str, args: argparse.Namespace) -> tuple[subprocess.Popen, float]:
     """Starts a stage, whose lines sed adds to the log; returns it and its budget in seconds."""
     stage = STAGES[name.lstrip("~")]
     command, seconds, nice, out = stage.command, stage.seconds, stage.nice, args.out
@@ -201,7 +201,7 @@ def start(name: str, args: argparse.Namespace) -> tuple[subprocess.Popen[bytes],
     return subprocess.Popen(["bash", "-c", line], **options), args.scale * seconds
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)

@@ -113,7 +113,7 @@ def on_record(config: Config) -> list[records.Record]:
 
 
 def train(system: System, argv: list[str]) -> records.Record:
-    """Trains or resumes a run; returns its record, with its seconds if it was never interrupted."""
+    """Trains or resumes a run; returns its record, with the seconds of its last process."""
     config = configure(argv)
     key = hashlib.sha256(to_json(config).encode()).hexdigest()[:8]
     run_dir = RUNS / f"{system.recipe}-{key}"
@@ -132,7 +132,7 @@ def train(system: System, argv: list[str]) -> records.Record:
     }
     return records.record(
         f"reproduce/{system.recipe}/steps={config.steps}/seed={config.seed}", "fastgpt",
-        None if resumed else seconds, why="resumed" * resumed, measured=measured,
+        seconds, resumed=resumed, measured=measured,
         command=f"python train.py {' '.join(argv)}", config=json.loads(to_json(config)),
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ def render() -> str:
         configs = [configure([system.recipe, "--seed", str(seed)]) for seed in system.seeds]
         rows = [row for config in configs for row in on_record(config)[-1:]]
         machines |= {MEASURED.format_map(row) for row in rows}
-        taken = [row["figure"]["p50"] for row in rows if row["figure"]]
+        taken = [row["figure"]["p50"] for row in rows if not row.get("resumed")]
         total += sum(taken)
         name, seconds = f"{system.letter}: {system.about}", " + ".join(f"{s:.0f}" for s in taken)
         command = rows[0]["command"] if rows else f"python train.py {system.recipe}"

@@ -106,7 +106,7 @@ def selected(archs: Iterable[int], only: Iterable[str]) -> list[Slot]:
 class Candidate:
     """Settings to try, what the compiler made of each kernel variant, and milliseconds."""
 
-    settings: dict[str, int]
+    settings: dict[str, Any]
     results: list[CompileResult] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     predicted: float = 0.0
