@@ -125,8 +125,8 @@ def print_rows(rows: list[Record], once: Callable[[str], None]) -> None:
 def print_verdict(rows: list[Record], on: str) -> None:
     """Prints ours beside the best peer of each case's last pass, then what became slower.
 
-    An op is slower if its time exceeds the record's by SLOWER, and by more than eager's does. Eager
-    was timed in the same turns, so its own change is the machine's.
+    An op is slower if its p20 exceeds the record's median by SLOWER, and by that more than eager's
+    p80 does. Eager was timed in the same turns, so its own change is the machine's.
     """
     for duel in itertools.chain(*report.duels(rows).values()):
         name, ours, who, its, x = report.summary(*duel)
@@ -137,12 +137,16 @@ def print_verdict(rows: list[Record], on: str) -> None:
         {(row["case"], row["implementation"]): row for row in found if row["figure"]}
         for found in (before, rows)
     )
-    change = {x: new[x]["figure"]["p20"] / old[x]["figure"]["p20"] for x in new if x in old}
+
+    def change(case: str, who: str, quantile: str) -> float:
+        now, then = (found.get((case, who)) for found in (new, old))
+        return now["figure"][quantile] / report.median(then) if now and then else 1.0
+
     lines = []
-    for (case, who), times in change.items():
-        machine = change.get((case, "eager"), 1.0)
-        if who == "ours" and times > SLOWER * max(machine, 1.0):
-            commit = old[case, who]["commit"][:12]
+    for case in (case for case, who in new if who == "ours"):
+        times, machine = change(case, "ours", "p20"), change(case, "eager", "p80")
+        if times > SLOWER * max(machine, 1.0):
+            commit = old[case, "ours"]["commit"][:12]
             lines.append(f"slower than at {commit}: {case} {times:.2f}x, eager {machine:.2f}x")
     none = "no op is slower than in the record"
     if not before:
