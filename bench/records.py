@@ -147,16 +147,18 @@ def grouped(rows: Iterable[Record], key: str) -> dict[str, list[Record]]:
 def newest(rows: list[Record]) -> list[Record]:
     """Returns the records of the newest run of each device and case.
 
-    A run that timed fewer implementations of the case than an earlier one does not replace it.
+    A run does not replace an earlier one that timed an implementation which it has not timed.
     """
-
-    def rank(run: list[Record]) -> tuple[int, str]:
-        return sum(row["figure"] is not None for row in run), run[0]["run"]  # begins with its time
-
-    cases = (
-        x for found in grouped(rows, "device").values() for x in grouped(found, "case").values()
-    )
-    return [row for case in cases for row in max(grouped(case, "run").values(), key=rank)]
+    kept = list[Record]()
+    for of_device in grouped(rows, "device").values():
+        for of_case in grouped(of_device, "case").values():
+            best, timed = list[Record](), set[str]()
+            for _, run in sorted(grouped(of_case, "run").items()):  # a run's name is its time
+                now = {row["implementation"] for row in run if row["figure"]}
+                if timed <= now:
+                    best, timed = run, now
+            kept += best
+    return kept
 
 
 def publish() -> None:
