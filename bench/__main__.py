@@ -23,13 +23,11 @@ from fastgpt import flags
 from fastgpt.device import cpu, device
 from fastgpt.errors import UserError, run_command
 
-CPU_STEPS = (
+CPU_STEPS = (  # training steps that are measured on a CPU
     step.StepBench(recipe="shakespeare-cpu"),
     step.StepBench(recipe="shakespeare-char", rounds=2, batch=(4,)),  # its own 64 takes minutes
 )
-"""Training steps that are measured on a CPU."""
-SLOWER = 1.1
-"""Time over the record's from which an op counts as slower."""
+SLOWER = 1.1  # time over the record's from which an op counts as slower
 HEADER = f"  pass implementation  {'µs p20 p50 p80':>26}  {'rate':>13}  of limit        x    error"
 
 

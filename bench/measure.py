@@ -30,8 +30,7 @@ from fastgpt.errors import UserError
 from fastgpt.kernels.parity import complaints, errors, outputs_and_gradients
 
 ROOT = Path(__file__).parents[1]
-COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
-"""Size of the buffer whose copy is timed: far beyond any cache."""
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}  # of the buffer that is copied, beyond any cache
 LENIENT = 0.02
 """Largest relative L2 error of a peer that is timed; FlashAttention in bf16 has about 0.005."""
 

@@ -109,8 +109,7 @@ def boundaries(doc_ids: Tensor) -> tuple[Tensor, int]:
     return offsets.int(), int(offsets.diff().max())
 
 
-FLASH_ATTN = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-"""Module of each version of flash-attn."""
+FLASH_ATTN = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}  # modules
 
 
 def flash_attn(version: int, function: str, on: str) -> Call:

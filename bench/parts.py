@@ -22,7 +22,6 @@ from fastgpt.kernels.specs import SPECS
 
 PARTS = ("GEMM", "attention", "norm", "loss", "optimizer", "other", "data wait", "host gap")
 STEPS = 3  # that are profiled, after one that is not
-LARGEST = 40  # kernels of a step whose times are kept
 
 # The first match decides; Inductor's fused kernels name the ops in them. Among a CPU's eager ops,
 # batched products are attention's: all others have one weight for the whole batch.
@@ -81,9 +80,9 @@ def _of_kernels(events: list[Any]) -> tuple[Counter[str], float, list[Any]]:
     """
     spent, us, launches = Counter[str](), Counter[str](), Counter[str]()
     busy, reached = 0.0, float("-inf")
-    ranges = ("Optimizer.", "ProfilerStep")
     for event in sorted(events, key=lambda event: event.time_range.start):
-        if event.name.startswith(ranges) or getattr(event, "is_user_annotation", False):
+        named = event.name.startswith(("Optimizer.", "ProfilerStep"))
+        if named or getattr(event, "is_user_annotation", False):
             continue
         start, end = event.time_range.start, event.time_range.end
         busy += max(0.0, end - max(start, reached))
@@ -91,7 +90,7 @@ def _of_kernels(events: list[Any]) -> tuple[Counter[str], float, list[Any]]:
         spent[part_of(event.name)] += end - start
         us[event.name] += end - start
         launches[event.name] += 1
-    largest = us.most_common(LARGEST)
+    largest = us.most_common(40)
     return spent, busy, [(name, t / STEPS / 1e3, launches[name] / STEPS) for name, t in largest]
 
 

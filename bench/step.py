@@ -32,7 +32,6 @@ from fastgpt.model.flops import MFU_CONVENTION, flops_per_token
 
 BATCHES = (64, 16, 4)  # sequences in a step on CUDA, most important first; else the recipe's
 WARM_STEPS, TIMED_STEPS = 2, 3  # in each turn
-PATIENCE = 5  # attempts at the first step if other trainers leave too little GPU memory
 ANSWER_S = 600  # that a process may take to build and compile, or for a turn
 USUAL = {
     "cuda": ("fastgpt", "fastgpt triton", "eager", "compiled", "nanogpt"),
@@ -96,7 +95,7 @@ def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
 
 def first_step(step: trainers.Step, on: str) -> None:
     """Takes a step; retries while other trainers that start fill the GPU's memory."""
-    for left in reversed(range(PATIENCE)):
+    for left in (4, 3, 2, 1, 0):
         try:
             step()
             device.synchronize(on)

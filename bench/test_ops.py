@@ -17,8 +17,6 @@ from bench.ops import Case, cases
 from fastgpt.device import device
 
 DEVICE = device.pick_device("auto", "--device", ("cuda", "cpu"))
-
-
 checker_of = functools.lru_cache(maxsize=1)(functools.partial(Checker, on=DEVICE))
 
 

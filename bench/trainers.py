@@ -245,7 +245,6 @@ TRAINERS: dict[str, Callable[[Benchmark], Built]] = {
 
 LLMC_STEPS = 20  # its program for CPUs samples text after the 20th
 LLMC_STEP = re.compile(r"step +\d+.*?([\d.]+) ms")  # in both of its programs (commit f1e2ace)
-LLMC_MEMORY = re.compile(r"allocat(?:ed|ing) (\d+) MiB")
 LLMC_ON_CPU = {"batch": 4, "context": 64}  # its program for CPUs has them built in
 PATIENCE_S = 600
 
@@ -272,10 +271,10 @@ def run_llmc(binary: Path, benchmark: Benchmark) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         _write_llmc_files(Path(folder), benchmark)
         said = _run_until_trained([str(binary), *flags.split()], folder)
-    bytes_ = 2**20 * sum(map(int, LLMC_MEMORY.findall(said))) if on_gpu else None
+    mib = map(int, re.findall(r"allocat(?:ed|ing) (\d+) MiB", said)) if on_gpu else ()
     seconds = [float(ms) / 1e3 for ms in LLMC_STEP.findall(said)][1:]
-    facts = {"optimizer": "adamw", "precision": "bf16" if on_gpu else "fp32", "peak_bytes": bytes_}
-    return {"figure": quantiles(seconds), **facts}
+    facts = {"precision": "bf16" if on_gpu else "fp32", "peak_bytes": 2**20 * sum(mib) or None}
+    return {"figure": quantiles(seconds), "optimizer": "adamw", **facts}
 
 
 def _write_llmc_files(folder: Path, benchmark: Benchmark) -> None:
