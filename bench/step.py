@@ -81,8 +81,9 @@ class StepBench:
 
 def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
     """Returns the trainers asked for, or all that make sense on the device; checks the options."""
-    if min((bench.rounds, *bench.batch)) < 1:
-        raise UserError(f"--rounds {bench.rounds}, --batch {bench.batch}: expected 1 or more")
+    for name, numbers in (("rounds", (bench.rounds,)), ("batch", bench.batch)):
+        if min(numbers, default=1) < 1:
+            raise UserError(f"--{name} is {min(numbers)}: expected 1 or more")
     for name in bench.implementations:
         if name not in TRAINERS:
             raise unknown_name("implementation", name, TRAINERS)
