@@ -187,9 +187,7 @@ def imported(peer: str, checkout: Path | None) -> Path:
     """Returns the file of a peer's checkout that is imported; raises `UserError` without it."""
     name = {"nanogpt": "model.py", "nanochat": "nanochat/gpt.py"}[peer]
     if checkout is None or not (checkout / name).exists():
-        raise UserError(
-            f"--{peer} is {checkout or 'missing'}: expected the path of a checkout with {name}"
-        )
+        raise UserError(f"--{peer} is {checkout or 'missing'}: expected a checkout with {name}")
     return checkout / name
 
 

@@ -191,7 +191,7 @@ def test_a_wrong_kernel_of_ours_fails_the_command(name, status, tmp_path, monkey
         ("__main__", "--against eagre", "unknown implementation 'eagre'; did you mean 'eager'"),
         ("__main__", "--rounds 1", "--rounds is 1: expected 2 or more"),
         ("step", "gpt3", "unknown recipe 'gpt3'"),
-        ("step", "--implementations nanogpt", "--nanogpt is missing: expected the path of a"),
+        ("step", "--implementations nanogpt", "--nanogpt is missing: expected a checkout"),
         ("step", "--batch 4 0", "--batch is 0: expected 1 or more"),
         ("race", "", "missing: --nanogpt (see python -m bench.race --help)"),
         ("reproduce", "--device gpu", "--device is 'gpu': expected"),
