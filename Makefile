@@ -203,10 +203,12 @@ chaos: $(call env,dev) ## does a kill at any moment lose anything? (~20 min; ARG
 bench: $(call env,core) ## time ops and training steps beside peers (~3 min); ARGS=--publish writes docs/
 	$(PY) -m bench $(ARGS)
 
+saves = $(findstring save,$(ARGS))
+
 bench-regress: $(call env,dev) ## are the ops over 10 % slower than at the last ARGS=--benchmark-autosave?
-	@$(if $(ARGS)$(wildcard .benchmarks/*/*.json),,$(call fail,no run to compare with: make bench-regress ARGS=--benchmark-autosave))
+	@$(if $(saves)$(wildcard .benchmarks/*/*.json),,$(call fail,no run to compare with: make bench-regress ARGS=--benchmark-autosave))
 	$(PY) -m pytest bench -q --benchmark-only -k "ours and (both or decode)" --benchmark-columns min,median,rounds \
-	$(or $(ARGS),--benchmark-compare --benchmark-compare-fail min:10%)
+	$(if $(saves),,--benchmark-compare --benchmark-compare-fail min:10%) $(ARGS)
 
 gpu: $(call env,dev) ## check and time all that needs CUDA, in 8 minutes; ARGS=second: 3 minutes more
 	$(PY) -m bench.gpu $(ARGS)

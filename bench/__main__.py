@@ -67,8 +67,8 @@ class Bench:
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 2:
             raise UserError(f"--rounds is {self.rounds}: expected 2 or more")
-        if self.publish and self.out is not None:
-            raise UserError("--publish and --out are both given: expected one of them")
+        if self.publish and (self.out is not None or self.json):
+            raise UserError("--publish is given with --out or --json: expected it alone")
 
 
 def time_ops(
@@ -95,6 +95,17 @@ def time_ops(
             yield [record(case.name, "all", why=measure.in_one_line(error))]
 
 
+def time_steps(over: Callable[[], str], out: Path | None) -> None:
+    """Measures, records and prints training steps on a CPU."""
+    for asked in CPU_STEPS:
+        try:
+            if why := over():
+                raise UserError(why)
+            step.run(replace(asked, out=out, device="cpu"))
+        except UserError as error:  # the ops' records stand
+            print(f"step/{asked.recipe}: {error}")
+
+
 def print_rows(rows: list[Record], once: Callable[[str], None]) -> None:
     """Prints what was measured last; `once` prints a title or a reason that it did not print."""
     case, timed = rows[0]["case"], [row for row in rows if row["figure"]]
@@ -115,8 +126,7 @@ def print_rows(rows: list[Record], once: Callable[[str], None]) -> None:
         )
     for row in rows:
         if not row["figure"]:
-            about = "" if row["implementation"] in ("ours", "eager", "all") else "from here on "
-            once(f"       {row['implementation']} not timed {about}({row['why']})")
+            once(f"       {row['implementation']} not timed: {row['why']}")
     sys.stdout.flush()
 
 
@@ -147,8 +157,8 @@ def print_verdict(rows: list[Record], on: str) -> None:
             commit = old[case, "ours"]["commit"][:12]
             lines.append(f"slower than at {commit}: {case} {times:.2f}x, eager {machine:.2f}x")
     none = "no op is slower than in the record"
-    if not before:
-        none = f"no record of {here} in bench/results: nothing to compare with"
+    if not old.keys() & new:
+        none = f"bench/results has no record of these cases on {here}: nothing to compare with"
     print("\n".join(lines or [none]))
 
 
@@ -169,21 +179,19 @@ def main(argv: list[str]) -> int:
         late = time.perf_counter() - start > budget
         return f"{OVER_BUDGET} of {budget:.0f} s" if late else ""
 
-    writer = records.Writer(on, bench.out, quick=bench.quick, rounds=bench.rounds)
+    rough = bench.quick or bool(bench.rounds) or bench.size == ("tiny",)
+    writer = records.Writer(on, bench.out, rough=rough)
     rows, once = list[Record](), functools.cache(print)
     for found in filter(None, time_ops(bench, todo, on, over)):
         writer.write(*found)
         if bench.json:
-            print("\n".join(map(json.dumps, found)), flush=True)
+            print("\n".join(json.dumps(row | writer.common) for row in found), flush=True)
         else:
             print_rows(found, once)
         rows += found
     only_ops = bench.op or bench.size or bench.dtype or bench.against or bench.json
-    for asked in CPU_STEPS if on == "cpu" and not only_ops else ():
-        if why := over():
-            print(f"step/{asked.recipe}: {why}")
-        else:
-            step.run(replace(asked, out=bench.out))
+    if on == "cpu" and not only_ops:
+        time_steps(over, bench.out)
     if not bench.json:
         print(f"wrote {writer.path}")
         print_verdict(rows, on)

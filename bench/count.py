@@ -25,7 +25,6 @@ from bench import records, report
 from bench.trainers import TRAINERS, Benchmark, base_config, with_batch
 from fastgpt import flags
 from fastgpt.config.config import Config
-from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.cross_entropy.chunks import GPU_SHARE, chunk_on_gpu
 from fastgpt.kernels.runtime import H100_BYTES, H100_PROCESSORS
@@ -152,24 +151,6 @@ def predicted(corners: dict[tuple[int, int], Counts], config: Config) -> Counts:
     # two products forward and five backward, each over half of the scores
     parts["attention"]["flops"] = 7 * batch * context**2 * config.model.dim * layers
     return parts
-
-
-def recorded(name: str, config: Config) -> Counts | None:
-    """Returns the counts of a trainer's step by part, as the record foretells them, or None.
-
-    The record knows its trainers, network and optimizer, and one number of chunks in our loss.
-    """
-    record = json.loads(RECORD.read_text())
-    found, model = record["trainers"].get(name), config.model
-    sizes = {"num_layers": model.num_layers, "context": model.context}
-    network = replace(RECIPES[record["recipe"]][1].model, vocab_size=record["vocab_size"], **sizes)
-    if found is None or model != network or config.optim.kind != record["optimizer"]:
-        return None
-    steps = (config.global_batch * model.context, record["batch"] * record["context"])
-    if len({chunks_at(config, tokens) for tokens in steps}) > 1:
-        return None
-    corners: Any = {tuple(map(int, at.split(", "))): it for at, it in found["corners"].items()}
-    return predicted(corners, config)
 
 
 ABOUT = """\

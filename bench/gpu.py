@@ -105,8 +105,8 @@ def record(out: Path, case: str, figure: float, *, why: str = "", **more: Any) -
 
 def env(out: Path) -> int:
     """Prints and records what the machine has; returns 1 without a package, 2 without CUDA."""
-    needed = "torch", "triton", "tyro", "safetensors", "pytest", "pytest-xdist", "hypothesis"
-    if missing := [name for name in needed if installed(name) is None]:
+    needed = "torch triton numpy rich tyro safetensors matplotlib pytest pytest-xdist hypothesis"
+    if missing := [name for name in needed.split() if installed(name) is None]:
         print(f"not installed: {', '.join(missing)}")
         return 1
     import torch
@@ -114,7 +114,7 @@ def env(out: Path) -> int:
     if not torch.cuda.is_available():
         print("torch sees no CUDA device; `python -m simgpu -m bench.gpu --rehearse` needs none")
         return 2
-    record(out, "machine/environment", torch.cuda.device_count(), unit="GPUs", python=sys.version)
+    record(out, "environment", torch.cuda.device_count(), unit="GPUs", python=sys.version)
     subprocess.run("nproc; free -g; df -h .; gcc --version; nvidia-smi; nvidia-smi -L", shell=True)
     return 0
 
@@ -177,7 +177,7 @@ def digest(out: Path) -> Iterator[str]:
             keys = filter(row.get, ("tok_per_s", "mfu", "peak_bytes", "first_step_s"))
             about = {key: row[key] for key in keys} | row.get("parts", {})
             yield f"{case} {who}: {', '.join(f'{key} {x:.4g}' for key, x in about.items())}"
-        for kernel, ms, launches in row.get("kernels", [])[:40]:
+        for kernel, ms, launches in row.get("kernels", [])[: 40 if who == "fastgpt triton" else 8]:
             yield f"{ms:9.3f} ms {launches:6.1f} x  {kernel[:80]}"
     yield f"tests: { ({outcome: len(found) for outcome, found in outcomes.items()}) }"
     yield from (f"FAILED {test[-150:]}" for test in outcomes["failed"][:25])
@@ -203,9 +203,13 @@ def start(name: str, args: argparse.Namespace) -> tuple[subprocess.Popen, float]
 
 def kill(process: subprocess.Popen) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-            process.wait(4)
+            end = time.monotonic() + 4
+            while time.monotonic() < end:  # bash ends at once, what it has started may take longer
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
 
 
 def run_group(names: list[str], args: argparse.Namespace, end: float) -> dict[str, int | None]:

@@ -293,5 +293,6 @@ def cases(
         found = [next(same) for _, same in groupby(found, lambda case: case.spec.name)]
     if not found:
         known = sorted({label for name in op or SPECS for label in sizes(SPECS[name])})
-        raise UserError(f"no case has --size {' '.join(size)}: expected some of {' '.join(known)}")
+        given = f"no case on {on} has --size {' '.join(size) or '(any)'}"
+        raise UserError(f"{given}: expected some of {' '.join(known) or 'none, of this op'}")
     return found

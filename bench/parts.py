@@ -136,25 +136,3 @@ def limits(model: ModelConfig, tokens: int, size: int, peaks: dict[str, float]) 
         "optimizer": 28 * (weights + T * C) / peaks["copy"],
     }
     return {part: 1e3 * seconds.get(part, 0.0) for part in PARTS}
-
-
-COUNTED = {
-    "GEMM": ("projections", "head and loss"),
-    "attention": ("attention",),
-    "norm": ("norms",),
-    "optimizer": ("clipping", "optimizer"),
-    "other": ("data", "embedding and casts", "activation", "other"),
-}
-"""Parts here, and the parts of `bench.count` in them; the head is not counted without its loss."""
-
-
-def foretold(counts: dict[str, dict[str, float]], peaks: dict[str, float]) -> dict[str, float]:
-    """Computes the milliseconds of a step's parts from what `bench.count` counted, GEMM with loss.
-
-    A part takes as long as its bytes or products do at this machine's rates, whichever is longer.
-    """
-    found = dict[str, float]()
-    for part, names in COUNTED.items() if counts else ():
-        rows = [counts[name] for name in names]
-        found[part] = 1e3 * sum(limit(x["flops"], x["read"] + x["written"], peaks)[0] for x in rows)
-    return found

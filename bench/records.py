@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,10 @@ def described(on: str) -> dict[str, Any]:
 
 
 class Writer:
-    """Adds lines with a run's settings to a file in `out`, by default `bench/results/local`."""
+    """Adds lines with a run's settings to a file in `out`, by default `bench/results/local`.
+
+    A run with the setting `rough` is not published.
+    """
 
     def __init__(self, on: str, out: Path | None = None, **settings: Any) -> None:
         run = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{os.getpid()}"
@@ -118,7 +122,8 @@ class Writer:
         """Adds a line for each record; returns the file."""
         with self.path.open("a", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps({**row, **self.common}) + "\n")
+                # begins a line, since a killed run may have left one unfinished
+                file.write("\n" + json.dumps({**row, **self.common}))
         return self.path
 
 
@@ -166,11 +171,16 @@ def publish() -> None:
     Raises:
         UserError: an op of ours failed in a local record; nothing is moved.
     """
-    folder = RESULTS / LOCAL
-    if wrong := next(filter(failed, read(folder)), None):
-        raise UserError(f"nothing is published: ours failed {wrong['case']}: {wrong['why']}")
-    for path in sorted(folder.glob("*.jsonl")):
-        kept = newest(read(RESULTS, path.name) + read(folder, path.name))
-        lines = "".join(json.dumps(row) + "\n" for row in kept)
-        write_atomically(RESULTS / path.name, lines.encode())
-        path.unlink()
+    for path in sorted((RESULTS / LOCAL).glob("*.jsonl")):
+        local = [
+            row for row in read(path.parent, path.name) if not row.get("settings", {}).get("rough")
+        ]
+        if wrong := next(filter(failed, newest(local)), None):
+            raise UserError(f"nothing is published: ours failed {wrong['case']}: {wrong['why']}")
+        kept = newest(read(RESULTS, path.name) + local)
+        left = grouped((row for row in newest(local) if row not in kept), "case")
+        if left:
+            print("not published, since the record has more implementations:", *left)
+        for target, rows in ((RESULTS / path.name, kept), (path, chain(*left.values()))):
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            write_atomically(target, lines.encode())

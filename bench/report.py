@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
-from matplotlib.figure import Figure  # without pyplot: no display is looked for
 from rich.console import Console
 from rich.table import Table
 
@@ -149,6 +148,8 @@ def other_table(rows: list[Record]) -> str:
 
 def plot(devices: dict[str, dict[str, list[Duel]]], path: Path) -> None:
     """Draws the best peer's time over ours for every case of every op, a panel for each device."""
+    from matplotlib.figure import Figure  # without pyplot: no display is looked for
+
     figure = Figure(figsize=(10, 2.6 * len(devices)), layout="constrained")
     panels = figure.subplots(len(devices), squeeze=False)[:, 0]
     for axes, (device, ops) in zip(panels, devices.items()):

@@ -191,7 +191,7 @@ def main(argv: list[str]) -> None:
             records.Writer(on, options.out).write(train(system, words))
             report.put_into(PAGE, render(), page)
     if options.publish:
-        records.publish()
+        report.publish()
         report.put_into(PAGE, render(), page := PAGE)
     print(f"wrote {page}")
 

@@ -20,7 +20,6 @@ import torch
 import tyro
 
 from bench import parts, records, report, trainers
-from bench.count import recorded
 from bench.measure import Timer, in_one_line, machine_rates, peaks_of, quantiles, resident_peak
 from bench.records import Record, is_ours, record
 from bench.trainers import TRAINERS, Benchmark
@@ -81,9 +80,10 @@ class StepBench:
 
 def names_of(bench: StepBench, on: str) -> tuple[str, ...]:
     """Returns the trainers asked for, or all that make sense on the device; checks the options."""
-    for name, numbers in (("rounds", (bench.rounds,)), ("batch", bench.batch)):
-        if min(numbers, default=1) < 1:
-            raise UserError(f"--{name} is {min(numbers)}: expected 1 or more")
+    given = {"rounds": (bench.rounds,), "batch": bench.batch, "context": (bench.context,)}
+    for name, numbers in given.items():
+        if wrong := [number for number in numbers if number is not None and number < 1]:
+            raise UserError(f"--{name} is {wrong[0]}: expected 1 or more")
     for name in bench.implementations:
         if name not in TRAINERS:
             raise unknown_name("implementation", name, TRAINERS)
@@ -219,7 +219,8 @@ def measured(bench: StepBench, on: str, names: tuple[str, ...], folder: Path) ->
         config=config, on=on, precision=precision, nanogpt=bench.nanogpt, nanochat=bench.nanochat,
         traces=(bench.out or records.RESULTS / records.LOCAL) if bench.trace else None,
     )  # fmt: skip
-    formats = {precision, "fp32"} if on == "cpu" else {precision}
+    formats = {precision, *["fp32"] * (on == "cpu" or any(x.endswith(" fp32") for x in names))}
+    formats |= {"bf16"} if bench.llmc and on == "cuda" else set()
     rates = machine_rates(Timer(on), tuple(formats), 0.2 if bench.tiny else 1.0)
     torch.cuda.empty_cache()  # 3 GB for the trainers
     usual = 8 if bench.tiny else RECIPES[config.recipe][1].global_batch
@@ -228,19 +229,17 @@ def measured(bench: StepBench, on: str, names: tuple[str, ...], folder: Path) ->
         case = f"step/{config.recipe}/B={batch}" + (f"/T={bench.context}" if bench.context else "")
         for name, found in in_turns(names, benchmark, bench, folder / "caches"):
             about = {"precision": precision, "shape": {"B": batch, "T": config.model.context}}
-            more = {} if "why" in found else derived(name, benchmark, found, rates)
+            more = {} if "why" in found else derived(benchmark, found, rates)
             yield record(case, name, **about | found | more, state=records.state(on))
 
 
-def derived(name: str, benchmark: Benchmark, found: Found, rates: dict[str, float]) -> Found:
+def derived(benchmark: Benchmark, found: Found, rates: dict[str, float]) -> Found:
     """Returns what follows from a trainer's figures: its speed and the machine's limits."""
     model, tokens, precision = benchmark.config.model, benchmark.tokens, found["precision"]
     peaks, speed = peaks_of(rates, precision), tokens / found["figure"]["p50"]
     mfu = speed * flops_per_token(model) / peaks["matmul"]
     more = {"tok_per_s": speed, "mfu": mfu, "mfu_convention": MFU_CONVENTION, "peaks": peaks}
     more["limits"] = parts.limits(model, tokens, 4 if precision == "fp32" else 2, peaks)
-    if benchmark.on == "cuda" and precision == "bf16":
-        more["foretold"] = parts.foretold(recorded(name, benchmark.config) or {}, peaks)
     return more
 
 
@@ -255,11 +254,10 @@ def said(row: Record, ours: Record | None) -> str:
 
 
 def explain(row: Record) -> None:
-    """Prints each part of a step, the furthest over its limit first, and what counts foretell."""
-    found = [row.get(key, {}) for key in ("parts", "limits", "foretold")]
-    order = sorted(found[0], key=lambda part: found[1][part] - found[0][part])
-    lines = [(part, *(f"{ms[part]:.2f}" if part in ms else "-" for ms in found)) for part in order]
-    report.show("part|ms|limit ms|foretold ms, GEMM with loss", lines)
+    """Prints each part of a step with its limit, the furthest over it first."""
+    spent, limits = row.get("parts", {}), row["limits"]
+    order = sorted(spent, key=lambda part: limits[part] - spent[part])
+    report.show("part|ms|limit ms", ((x, f"{spent[x]:.2f}", f"{limits[x]:.2f}") for x in order))
     print(row.get("no_parts", ""))
 
 
@@ -267,8 +265,9 @@ def run(bench: StepBench) -> list[Record]:
     """Measures, records and prints; returns the records."""
     on = device.pick_device(bench.device, "--device", ("cuda", "cpu"))
     names = names_of(bench, on)
-    settings = {"rounds": bench.rounds, "parallel_start": bench.parallel_start, "tiny": bench.tiny}
-    writer, rows = records.Writer(on, bench.out, **settings), list[Record]()
+    settings = {"rounds": bench.rounds, "parallel_start": bench.parallel_start}
+    writer = records.Writer(on, bench.out, rough=bench.tiny, **settings)
+    rows = list[Record]()
     with tempfile.TemporaryDirectory() as folder:
         for row in measured(bench, on, names, Path(folder)):
             writer.write(row)

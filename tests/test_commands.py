@@ -53,7 +53,7 @@ SHORTER = [
     (r"^make chaos$", "make chaos ARGS='--tries 1 --only preparing --out out.json'"),
     (r"^make bench$", f"make bench ARGS='{DROPOUT} --out out'"),
     (r"^make bench ARGS=--publish$", f"make bench ARGS='{DROPOUT} --publish'"),
-    (r"^make bench-regress.*$", "make bench-regress ARGS='-k add_layer_norm'"),
+    (r"^make bench-regress.*$", "make bench-regress ARGS='--benchmark-autosave -k add_layer_norm'"),
     (r"^make reproduce$", "make reproduce ARGS='--only A'"),
     (r"^make hub$", "make hub ARGS='--out out'"),
     (r"^make tune$", "make tune ARGS=--help"),  # python -m bench.tune is run
@@ -71,7 +71,6 @@ SHORTER = [
     (r"48 1600 50257", "2 64 100"),
     (r"^python -m tests.faults.hostile$", r"\g<0> --cases 5 --out out.json"),
     (r"--only norm\b", "--only _reduce_partials"),
-    (r"^(python -m bench)( --full.*)$", r"\1 --list\2"),
     (r"^python -m bench --op.*$", r"\g<0> --quick --rounds 2"),
     (r"^python -m bench.generate$", r"\g<0> shakespeare-cpu --prompt 8 --tokens 3 --rounds 2"),
     (r"^python -m bench.tune$", rf"\g<0> {SLOT}"),

@@ -13,16 +13,17 @@ RECORD = json.loads(count.RECORD.read_text())
 OURS = "fastgpt triton"
 
 
-def config_of(tokens=16_384, **model):
+def config_of(tokens=16_384):
     config = RECIPES[RECORD["recipe"]][1]
     train = replace(config.train, batch_tokens=tokens)
-    return replace(config, model=replace(config.model, **model), train=train)
+    return replace(config, train=train)
 
 
 def test_the_page_and_what_is_claimed_are_those_of_the_record():
     assert count.page(RECORD) == count.PAGE.read_text()
-    for name, it in RECORD["trainers"].items():
-        assert count.recorded(name, config_of()) == it["parts"]  # it follows from the small steps
+    for it in RECORD["trainers"].values():  # the whole step follows from the small ones
+        corners = {tuple(map(int, at.split(", "))): x for at, x in it["corners"].items()}
+        assert count.predicted(corners, config_of()) == it["parts"]
     sums = {x: count.cells(*it["parts"].values()) for x, it in RECORD["trainers"].items()}
     launches, moved, _ = (float(a) / float(b) for a, b in zip(sums[OURS], sums["nanogpt"]))
     assert (launches <= 0.6, moved <= 0.76) == (True, True)
@@ -37,9 +38,6 @@ def test_a_step_of_other_sizes_is_foretold_in_both_directions():
     corners = {(layers, batch): f(layers, batch) for layers in (2, 4) for batch in (4, 8)}
     row = count.predicted(corners, config_of(256 * count.TOKENS))["norms"]
     assert row == f(12, 256)["norms"] | {"launches": f(12, 8)["norms"]["launches"]}
-    assert count.recorded("llm.c", config_of()) is None
-    for changes in ({"tokens": 65_536}, {"dim": 1536}, {"vocab_size": 65}):  # 65,536: more chunks
-        assert count.recorded(OURS, config_of(**changes)) is None
 
 
 def test_without_a_simulated_gpu_nothing_is_counted(monkeypatch):

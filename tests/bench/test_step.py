@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench import count, parts, records, step, trainers
+from bench import parts, records, step, trainers
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.errors import UserError
@@ -141,18 +141,12 @@ def test_kernels_are_told_apart_by_name(part, names):
     assert {parts.part_of(name) for name in names.split()} == {part}
 
 
-def test_parts_are_told_with_limits_and_counts_the_furthest_over_its_limit_first(capsys):
-    counts = {part: dict.fromkeys(count.FIELDS, 0) for part in count.PARTS}
-    counts["projections"] |= {"flops": 6e12, "read": 2e9}  # 10 ms, 1 ms
-    counts["head and loss"] |= {"flops": 3e12, "read": 8e9, "written": 4e9}  # 5 ms, 6 ms
-    foretold = parts.foretold(counts, {"matmul": 600e12, "copy": 2e12})
-    assert foretold == dict.fromkeys(parts.COUNTED, 0) | {"GEMM": pytest.approx(16)}
-    assert {x for y in parts.COUNTED.values() for x in y} == {*count.PARTS} - {"collectives"}
+def test_the_part_furthest_over_its_limit_is_told_first(capsys):
     spent, limits = {"GEMM": 10.0, "norm": 6.0, "loss": 5.0}, {"GEMM": 8.0, "norm": 0.5, "loss": 0}
-    step.explain({"parts": spent, "limits": limits, "foretold": foretold})
-    found = [line.split()[1:8:2] for line in capsys.readouterr().out.splitlines()[3:6]]
+    step.explain({"parts": spent, "limits": limits})
+    found = [line.split()[1:6:2] for line in capsys.readouterr().out.splitlines()[3:6]]
     assert [line[0] for line in found] == ["norm", "loss", "GEMM"]
-    assert found[2] == ["GEMM", "10.00", "8.00", "16.00"]
+    assert found[2] == ["GEMM", "10.00", "8.00"]
 
 
 def test_kernels_of_a_gpu_are_summed_by_part_and_ranges_around_them_are_not():
