@@ -272,7 +272,8 @@ def cases(
         for name in names:
             if name not in known:
                 raise unknown_name(what, name, known)
-    tiny = size == ("tiny",)
+    if (tiny := "tiny" in size) and len(size) > 1:
+        raise UserError(f"--size is {' '.join(size)}: expected tiny alone")
     usual = ("bf16",) if on == "cuda" else ("bf16", "fp32") if fast_bf16(on) else ("fp32",)
 
     def sizes(spec: Spec) -> dict[str, Problem]:

@@ -178,7 +178,9 @@ def publish() -> None:
         if wrong := next(filter(failed, newest(local)), None):
             raise UserError(f"nothing is published: ours failed {wrong['case']}: {wrong['why']}")
         kept = newest(read(RESULTS, path.name) + local)
-        left = grouped((row for row in newest(local) if row not in kept), "case")
+        runs = {(row["device"], row["case"]): row["run"] for row in kept}
+        newer = (row for row in local if row["run"] > runs[row["device"], row["case"]])
+        left = grouped(newer, "case")
         if left:
             print("not published, since the record has more implementations:", *left)
         for target, rows in ((RESULTS / path.name, kept), (path, chain(*left.values()))):

@@ -186,10 +186,8 @@ def write_page(page: Path = PAGE) -> None:
     """Writes the committed records into the page, and the plot beside it."""
     found = grouped((row for row in records.read() if row["on"] in ("cpu", "cuda")), "device")
     ops = {device: duels(found[device]) for device in sorted(found)}
-    plot(
-        {device: groups for device, groups in ops.items() if groups},
-        page.with_suffix("") / "ops.png",
-    )
+    if drawn := {device: groups for device, groups in ops.items() if groups}:
+        plot(drawn, page.with_suffix("") / "ops.png")
     put_into(page, "".join(section(device, found[device], ops[device]) for device in ops))
 
 
