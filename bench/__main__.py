@@ -42,7 +42,7 @@ class Bench:
     """
 
     op: tuple[str, ...] = ()
-    """Ops, such as layer_norm; by default all, and on a CPU the training steps. --op may be left out."""
+    """Ops, such as layer_norm, also without --op; by default all, and training steps on a CPU."""
     size: tuple[str, ...] = ()
     """Sizes, such as gpt2-124m; `tiny` takes small shapes, for a rehearsal in the interpreter."""
     dtype: tuple[Literal["bf16", "fp16", "fp32"], ...] = ()
