@@ -53,7 +53,6 @@ SHORTER = [
     (r"^make chaos$", "make chaos ARGS='--tries 1 --only preparing --out out.json'"),
     (r"^make bench$", f"make bench ARGS='{DROPOUT} --out out'"),
     (r"^make bench ARGS=--publish$", f"make bench ARGS='{DROPOUT} --publish'"),
-    (r"^make bench-regress.*$", "make bench-regress ARGS='--benchmark-autosave -k add_layer_norm'"),
     (r"^make reproduce$", "make reproduce ARGS='--only A'"),
     (r"^make hub$", "make hub ARGS='--out out'"),
     (r"^make tune$", "make tune ARGS=--help"),  # python -m bench.tune is run
@@ -73,6 +72,7 @@ SHORTER = [
     (r"--only norm\b", "--only _reduce_partials"),
     (r"^python -m bench --op.*$", r"\g<0> --quick --rounds 2"),
     (r"^python -m bench.generate$", r"\g<0> shakespeare-cpu --prompt 8 --tokens 3 --rounds 2"),
+    (r"^python -m bench.step$", r"\g<0> --tiny --rounds 1 --implementations fastgpt"),
     (r"^python -m bench.tune$", rf"\g<0> {SLOT}"),
 ]
 # How the last line begins, where it tells that all went well.
@@ -83,7 +83,7 @@ LAST = {
     r"python -m fastgpt.doctor": "0 problems, ",
     r"python -m fastgpt.compare": "nothing that decides the result differs",
     r"python -m fastgpt.report": r"wrote .*\.html",
-    r"make bench( |$)": r"\S+\.(jsonl|md)$",  # a record or a page
+    r"make bench( |$)": r"wrote .*\.md$|slower than the record of ",
     r"make (test|test-full|parity|parity-full)( |$)": r"\d+ passed",
 }
 # Not run here, each with the reason; the arguments are checked all the same.
@@ -96,6 +96,8 @@ EXEMPT = {
     r"python -m fastgpt.serve": "serves until it is stopped: tests/serve",
     r"make simgpu": "makes an environment of its own, of 2 GB: the part simgpu of .ci/run",
     r"make real": "installs a model: the workflow's job slow",
+    r"make bench-regress": "pytest-benchmark does not run beside other tests",
+    r"python -m bench.race": "needs a checkout of nanoGPT",
     r"make op": "the part gate of .ci/run runs it",
     r"make budget ARGS=--record": "replaces the budget, for two versions of Triton",
     r"python -m kernels.upgrade": "installs two versions of Triton: tests/proof/test_upgrade.py",
