@@ -6,6 +6,7 @@ page, whose other parts are written by hand.
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from rich.table import Table
 
 from bench import records
 from bench.records import Record, grouped, is_ours
-from fastgpt.errors import UsageError, UserError, run_command, writing
+from fastgpt import flags
+from fastgpt.errors import UserError, run_command, writing
 from fastgpt.files import write_atomically
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -198,9 +200,13 @@ def publish() -> None:
     print(f"wrote {PAGE}")
 
 
+@dataclass(frozen=True)
+class Report:
+    """Moves the local records beside the committed ones and renews docs/benchmarks.md."""
+
+
 def main(argv: list[str]) -> None:
-    if argv:
-        raise UsageError(f"{argv[0]} is given: expected no argument, as in python -m bench.report")
+    flags.command(Report, argv, prog="python -m bench.report")
     publish()
 
 

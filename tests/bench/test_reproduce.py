@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from bench import records, reproduce
+from bench import records, report, reproduce
 from bench.reproduce import SYSTEMS, System, Target
 from fastgpt.cli import configure
 from fastgpt.config.config import to_json
@@ -74,6 +74,9 @@ def test_a_record_outlives_options_and_devices(monkeypatch):
         assert not reproduce.on_record(replace(config, seed=1))
 
 
-def test_the_page_says_what_the_records_say(monkeypatch):
+def test_the_pages_say_what_the_records_say(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "LOCAL", "none")  # what this machine has measured since
     assert reproduce.render() in reproduce.PAGE.read_text(encoding="utf-8")
+    (page := tmp_path / "page.md").write_text(text := report.PAGE.read_text("utf-8"), "utf-8")
+    report.write_page(page)
+    assert page.read_text("utf-8") == text

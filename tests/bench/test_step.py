@@ -87,12 +87,6 @@ def test_a_process_that_dies_is_noticed(monkeypatch):
     assert "ended early" in [*step.process()][-1]["why"]
 
 
-def test_random_text_has_the_vocabulary_it_should(tmp_path):
-    config = trainers.base_config("gpt2-124m", "cpu", tmp_path / "text")
-    found = {*(tmp_path / "text").read_text("utf-8")}
-    assert len(found) == config.model.vocab_size == 50_257
-
-
 # In the form of their printf; the numbers are invented.
 MS = (900, 100, 110, 120)
 ON_GPU = "allocated 237 MiB for model parameters\nallocating 1000 MiB for activations\n" + "".join(
@@ -139,14 +133,6 @@ def test_llmc_is_given_weights_and_tokens_and_stopped(tmp_path, monkeypatch, on,
 ])  # fmt: skip
 def test_kernels_are_told_apart_by_name(part, names):
     assert {parts.part_of(name) for name in names.split()} == {part}
-
-
-def test_the_part_furthest_over_its_limit_is_told_first(capsys):
-    spent, limits = {"GEMM": 10.0, "norm": 6.0, "loss": 5.0}, {"GEMM": 8.0, "norm": 0.5, "loss": 0}
-    step.explain({"parts": spent, "limits": limits})
-    found = [line.split()[1:6:2] for line in capsys.readouterr().out.splitlines()[3:6]]
-    assert [line[0] for line in found] == ["norm", "loss", "GEMM"]
-    assert found[2] == ["GEMM", "10.00", "8.00"]
 
 
 def test_kernels_of_a_gpu_are_summed_by_part_and_ranges_around_them_are_not():
