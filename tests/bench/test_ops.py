@@ -183,7 +183,6 @@ def test_a_wrong_kernel_of_ours_fails_the_command(name, status, tmp_path, monkey
         ("__main__", "layer_norm --size gpt3", "--size gpt3: expected some of awkward"),
         ("__main__", "--against eagre", "unknown implementation 'eagre'; did you mean 'eager'"),
         ("step", "--implementations nanogpt", "--nanogpt is missing: expected a checkout"),
-        ("step", "--batch 4 0", "--batch is 0: expected 1 or more"),
         ("generate", "gpt2-124m-modern", "differs from GPT-2's in norm, activation, position"),
         ("report", "--publish", "unknown flag '--publish'"),
         ("count", "", "expected build/simgpu/bin/python -m simgpu"),

@@ -34,6 +34,7 @@ def test_what_was_trained_is_recorded_and_not_trained_again(shakespeare, tmp_pat
     for name, value in given.items():
         monkeypatch.setattr(reproduce, name, value)
     monkeypatch.setattr(records, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "write_page", lambda: None)
     typed.write_text("typed\n<!-- from the records -->\nold\n<!-- to here -->\n")
 
     def run(steps: int, *flags: str) -> str:
