@@ -50,7 +50,7 @@ class Bench:
     against: tuple[str, ...] = ()
     """Implementations to measure beside ours; by default all, but `compiled` on a CPU."""
     quick: bool = False
-    """Measure one case of each op, in less time: about a minute on a CPU."""
+    """Measure one case of each op and no training step: about 40 s on a CPU."""
     full: bool = False
     """Measure every case, including those that take long."""
     rounds: int | None = None
@@ -195,7 +195,7 @@ def main(argv: list[str]) -> int:
         else:
             print_rows(found, once)
         rows += found
-    only_ops = bench.op or bench.size or bench.dtype or bench.against or bench.json
+    only_ops = bench.op or bench.size or bench.dtype or bench.against or bench.quick or bench.json
     if on == "cpu" and not only_ops:
         time_steps(over, bench.out)
     if not bench.json:
