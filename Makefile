@@ -187,7 +187,7 @@ simgpu-full: $(SIMGPU)/.installed ## the kernels' CUDA tests on SIMGPU_ARCHS, al
 	$(on_simgpu) -m slow simgpu/tests/cuda || failed=1; \
 	mv $(SIMGPU_RECORD).new $(SIMGPU_RECORD); [ -z "$$failed" ]
 
-rehearsal: $(SIMGPU)/.installed ## what make gpu does, tiny, on a simulated GPU: an hour (CUDA_BUILD="torch===2.11.0 triton===3.6.0")
+rehearsal: $(SIMGPU)/.installed ## what make gpu does, tiny, on a simulated GPU: 15 min (CUDA_BUILD="torch===2.11.0 triton===3.6.0")
 	OMP_NUM_THREADS=1 $(SIMGPU)/bin/python -m simgpu --memory 8GiB -m bench.gpu first second --rehearse --out build/rehearsal $(ARGS)
 
 mutants: $(call env,dev) ## do the tests catch seeded faults?
