@@ -1,4 +1,4 @@
-"""The ops' benchmark: the timer, wrong kernels get no time, the command, records and the page."""
+"""The ops' benchmark: timer, parity, command, records and page."""
 
 import importlib
 import json
@@ -61,7 +61,6 @@ def test_time_is_kept_to_but_for_three_rounds(passes, seconds, rounds):
 def test_quantiles_and_limits_by_hand(passes, monkeypatch):
     figure = {"p20": 2.0, "p50": 3.5, "p80": 5.0, "samples": 6}
     assert quantiles([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == figure
-    assert quantiles([2.0]) == {"p20": 2.0, "p50": 2.0, "p80": 2.0, "samples": 1}
     monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**20)
     monkeypatch.setattr(measure, "measured_peak", lambda on, dtype, seconds: 7e9)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: passes(0.5))
@@ -90,16 +89,13 @@ def times(factor):
     return lambda *qkv: factor * EAGER(*qkv)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        (times(1.01), "wrong: output 0"),
-        (lambda q, k, v: EAGER(q, backward_only(k, 1.01), v), "wrong: gradient of k"),
-        (times(float("nan")), "wrong: output 0"),
-        (lambda *qkv: EAGER(*qkv)[..., :-1], "RuntimeError: Mismatch in shape"),
-        (mock.Mock(side_effect=RuntimeError("no kernel\nat all")), "RuntimeError: no kernel"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "why"), [
+    (times(1.01), "wrong: output 0"),
+    (lambda q, k, v: EAGER(q, backward_only(k, 1.01), v), "wrong: gradient of k"),
+    (times(float("nan")), "wrong: output 0"),
+    (lambda *qkv: EAGER(*qkv)[..., :-1], "RuntimeError: Mismatch in shape"),
+    (mock.Mock(side_effect=RuntimeError("no kernel\nat all")), "RuntimeError: no kernel"),
+])  # fmt: skip
 def test_a_kernel_made_wrong_gets_no_time(wrong, why):
     rows, timed = rows_of(attention(ours=wrong))
     assert (len(rows["ours"]), timed) == (1, {"eager"})  # the others are timed nevertheless
@@ -142,8 +138,7 @@ def test_what_is_written_over_is_restored_and_the_gradient_above_a_loss_is_1(whi
 
 
 def test_documents_have_peers_that_see_them():
-    """Documents of two sequences that meet with the same number are still apart."""
-    offsets, longest = ops.boundaries(torch.tensor([[1, 1, 4], [4, 4, 7]]))
+    offsets, longest = ops.boundaries(torch.tensor([[1, 1, 4], [4, 4, 7]]))  # two documents 4
     assert (offsets.tolist(), longest) == ([0, 2, 3, 5, 6], 2)
     case = next(case for case in cases("cuda", ("attention",)) if case.shape.get("docs"))
     assert list(case.implementations()) == ["ours", "eager", "compiled", "flex", "varlen"]
@@ -172,20 +167,23 @@ def test_a_wrong_kernel_of_ours_fails_the_command(name, status, tmp_path, monkey
     monkeypatch.setattr(command, "cases", lambda *_, **options: [case])
     assert command.main([*TINY, str(tmp_path)]) == status
     assert f"{name} not timed" in capsys.readouterr().out
-    assert command.main([*TINY, str(tmp_path), "--budget", "0"]) == 0
+    steps = mock.Mock()
+    monkeypatch.setattr(command, "time_steps", steps)
+    for number, words in enumerate((["--quick"], [])):  # training steps unless --quick is given
+        argv = [*words, "--device", "cpu", "--budget", "0", "--out", str(tmp_path)]
+        assert (command.main(argv), steps.call_count) == (0, number)
     assert "over the budget of 0 s" in [row.get("why") for row in records.read(tmp_path)]
 
 
-@pytest.mark.parametrize(
-    ("name", "argv", "message"),
-    [
-        ("__main__", "relu3", "unknown op 'relu3'"),
-        ("__main__", "--against eagre", "unknown implementation 'eagre'; did you mean 'eager'"),
-        ("step", "--implementations nanogpt", "--nanogpt is missing: expected a checkout"),
-        ("generate", "gpt2-124m-modern", "differs from GPT-2's in norm, activation, position"),
-        ("count", "", "expected build/simgpu/bin/python -m simgpu"),
-    ],
-)
+@pytest.mark.parametrize(("name", "argv", "message"), [
+    ("__main__", "relu3", "unknown op 'relu3'"),
+    ("__main__", "--against eagre", "unknown implementation 'eagre'; did you mean 'eager'"),
+    ("__main__", "--rounds 1", "--rounds is 1: expected 2 or more"),
+    ("step", "--implementations nanogpt", "--nanogpt is missing: expected a checkout"),
+    ("step", "--batch 4 0", "--batch is 0: expected 1 or more"),
+    ("generate", "gpt2-124m-modern", "differs from GPT-2's in norm, activation, position"),
+    ("count", "", "expected build/simgpu/bin/python -m simgpu"),
+])  # fmt: skip
 def test_wrong_arguments_get_one_line(name, argv, message, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     monkeypatch.delenv("SIMGPU", raising=False)
