@@ -37,8 +37,8 @@ HEADER = f"  pass implementation  {'µs p20 p50 p80':>26}  {'rate':>13}  of limi
 class Bench:
     """Times every op and the training step beside PyTorch and other libraries.
 
-    x is a peer's time divided by ours; above 1x, ours is faster. Our row has that of the fastest
-    peer. The error is relative to fp64, of all numbers of an output or gradient.
+    x is a peer's time divided by ours; above 1x, ours is faster. Our row shows the fastest peer's
+    x. The error is relative to fp64, of all numbers of an output or gradient.
     """
 
     op: tuple[str, ...] = ()
