@@ -20,6 +20,7 @@ from fastgpt.sampling.text import encode_prompt
 from fastgpt.train.build import build
 from fastgpt.train.plan import resolve
 from tests.convert.models import converted, saved, theirs
+from tests.data.sets import gpt2_files
 from tests.runs import outcome
 
 TALK = [
@@ -165,6 +166,7 @@ def test_prompts_of_models_of_others_are_those_of_transformers(folder, tmp_path)
 def test_other_programs_begin_our_conversations_as_we_do(fit, chats, tmp_path):
     from transformers import AutoTokenizer
 
+    gpt2_files()
     run = fit(FLAGS, chats({"messages": TALK}, {"messages": TALK}), "--data.tokenizer gpt2")
     back = converted(run, tmp_path / "back", "hf")
     theirs = AutoTokenizer.from_pretrained(back)

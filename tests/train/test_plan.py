@@ -9,6 +9,7 @@ import pytest
 import fastgpt
 from fastgpt.cli import configure
 from fastgpt.train.plan import resolve
+from tests.data.sets import gpt2_files
 
 ROOT = Path(fastgpt.__file__).parent
 DECIDE = {
@@ -39,6 +40,7 @@ def test_nothing_replaces_a_setting_after_the_plan():
 
 
 def test_a_plan_is_frozen_and_holds_numbers_where_settings_leave_them_open(tiny):
+    gpt2_files()
     asked = configure(tiny("--eval-every epoch --model.document-mask --data.tokenizer gpt2"))
     plan = resolve(asked)
     assert (asked.model.vocab_size, asked.model.eot_id) == (None, None)
