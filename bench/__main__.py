@@ -69,8 +69,13 @@ class Bench:
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 2:
             raise UserError(f"--rounds is {self.rounds}: expected 2 or more")
-        if self.publish and (self.out is not None or self.json):
-            raise UserError("--publish is given with --out or --json: expected it alone")
+        if self.publish and (self.out is not None or self.json or self.rough):
+            raise UserError("--publish: expected no --out, --json, --quick, --rounds, --size tiny")
+
+    @property
+    def rough(self) -> bool:
+        """True for a run that is not published."""
+        return self.quick or bool(self.rounds) or self.size == ("tiny",)
 
 
 def time_ops(
@@ -184,8 +189,7 @@ def main(argv: list[str]) -> int:
         late = time.perf_counter() - start > budget
         return f"{OVER_BUDGET} of {budget:.0f} s" if late else ""
 
-    rough = bench.quick or bool(bench.rounds) or bench.size == ("tiny",)
-    writer = records.Writer(on, bench.out, rough=rough)
+    writer = records.Writer(on, bench.out, rough=bench.rough)
     rows, once = list[Record](), functools.cache(print)
     print(NO_KERNELS * (on == "cpu" and not (INTERPRETING or bench.json)), end="")
     for found in filter(None, time_ops(bench, todo, on, over)):

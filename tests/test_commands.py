@@ -52,7 +52,7 @@ SHORTER = [
     (r"^make mutants$", "make mutants ARGS='--count 0'"),
     (r"^make chaos$", "make chaos ARGS='--tries 1 --only preparing --out out.json'"),
     (r"^make bench$", f"make bench ARGS='{DROPOUT} --out out'"),
-    (r"^make bench ARGS=--publish$", f"make bench ARGS='{DROPOUT} --publish'"),
+    (r"^make bench ARGS=--publish$", "make bench ARGS='--op dropout --dtype fp32 --publish'"),
     (r"^make reproduce$", "make reproduce ARGS='--only A'"),
     (r"^make hub$", "make hub ARGS='--out out'"),
     (r"^make tune$", "make tune ARGS=--help"),  # python -m bench.tune is run

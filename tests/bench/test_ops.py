@@ -167,8 +167,7 @@ def test_a_wrong_kernel_of_ours_fails_the_command(name, status, tmp_path, monkey
     monkeypatch.setattr(command, "cases", lambda *_, **options: [case])
     assert command.main([*TINY, str(tmp_path)]) == status
     assert f"{name} not timed" in capsys.readouterr().out
-    steps = mock.Mock()
-    monkeypatch.setattr(command, "time_steps", steps)
+    monkeypatch.setattr(command, "time_steps", steps := mock.Mock())
     for number, words in enumerate((["--quick"], [])):  # training steps unless --quick is given
         argv = [*words, "--device", "cpu", "--budget", "0", "--out", str(tmp_path)]
         assert (command.main(argv), steps.call_count) == (0, number)
@@ -179,6 +178,7 @@ def test_a_wrong_kernel_of_ours_fails_the_command(name, status, tmp_path, monkey
     ("__main__", "relu3", "unknown op 'relu3'"),
     ("__main__", "--against eagre", "unknown implementation 'eagre'; did you mean 'eager'"),
     ("__main__", "--rounds 1", "--rounds is 1: expected 2 or more"),
+    ("__main__", "--quick --publish", "--publish: expected no --out, --json, --quick"),
     ("step", "--implementations nanogpt", "--nanogpt is missing: expected a checkout"),
     ("step", "--batch 4 0", "--batch is 0: expected 1 or more"),
     ("generate", "gpt2-124m-modern", "differs from GPT-2's in norm, activation, position"),
