@@ -47,8 +47,7 @@ env = .check-python
 
 else
 
-# A target depends on the stamp of the extras that it needs; simgpu, which executes compiled kernels
-# on the CPU, is installed with any. `.installing` is there from the first
+# A target depends on the stamp of the extras that it needs. `.installing` is there from the first
 # write to the last and then becomes the stamp: an install that was cut short leaves no stamp, and
 # a pyproject.toml edited meanwhile is newer than it.
 PY := $(VENV)/bin/python
@@ -65,9 +64,9 @@ stamps := $(if $(usable),$(wildcard $(VENV)/.installed-*))
 words_of = $(subst $(comma), ,$(1))
 having = $(foreach x,$(stamps),$(if $(filter-out $(call words_of,$(x:$(VENV)/.installed-%=%)),$(call words_of,$(1))),,$(x)))
 
-$(call env,%): pyproject.toml constraints.txt simgpu/pyproject.toml $(if $(usable),,.new-venv)
+$(call env,%): pyproject.toml constraints.txt $(if $(usable),,.new-venv)
 	@echo $$PPID >$(VENV)/.installing
-	$(PY) -m pip install -c constraints.txt -e '.$(if $(filter-out core,$*),[$*])' -e ./simgpu
+	$(PY) -m pip install -c constraints.txt -e '.$(if $(filter-out core,$*),[$*])'
 	@mv $(VENV)/.installing $@ && touch -r $@ $(call env,core)
 
 .new-venv: .check-python
@@ -119,7 +118,7 @@ ARCHS ?= sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
 RECORD ?= kernels/proof/executed.jsonl
 SIMGPU_ARCHS ?= 80 90 100
 SIMGPU_RECORD ?= simgpu/record.jsonl
-on_simgpu := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(SIMGPU)/bin/python -m pytest -q -n 2 --dist worksteal
+on_simgpu := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(SIMGPU)/bin/python -m pytest -p simgpu.plugin -q -n 2 --dist worksteal
 # The project's tests of training, with CUDA as their device; that of documents needs pyarrow.
 as_cuda := --simgpu --simgpu-gpus 4 -m "not slow and not gpu"
 of_cuda := tests/guards tests/faults/test_watchdog.py tests/checkpoint tests/train --ignore tests/train/test_document_runs.py

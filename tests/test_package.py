@@ -83,8 +83,7 @@ print(hasattr(kernels, "rotary"), hasattr(kernels, "get_kernel"))
 """
 
 
-# An environment made here sees that simgpu is installed, and not where an editable one is.
-ELSEWHERE = {"PYTHONPATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+ELSEWHERE = {"PYTHONPATH": ""}
 
 
 def finish(*command: str | Path, cwd: Path, **env: str) -> str:
@@ -160,6 +159,13 @@ def test_both_kernels_are_there_from_an_empty_folder_and_from_the_root(installed
     finish(python, "-c", "import fastgpt; fastgpt.load", cwd=source.parent)  # beside the clone
     module = finish(python, "-m", "kernels.aot", "--help", cwd=source)
     assert module.startswith("usage: python -m kernels.aot")
+
+
+@pytest.mark.parametrize("installed", ["editable"], indirect=True)
+def test_torch_is_imported_where_the_clone_was_moved(installed, source, tmp_path):
+    moved = source.rename(tmp_path / "moved")
+    finish(installed / "python", "-c", "import torch", cwd=tmp_path)
+    moved.rename(source)
 
 
 @pytest.mark.parametrize("installed", ["wheel"], indirect=True)

@@ -32,9 +32,9 @@ echo "$*" >>'{folder}/log'
 [ "$2" != venv ] || touch "$3/pyvenv.cfg"
 """
 PYTHONS = {"python3": (3, 11, 9), "new": (3, 12, 1), "old": (3, 8, 18), "bare": (3, 11, 9)}
-REQUIREMENTS = ("pyproject.toml", "constraints.txt", "simgpu/pyproject.toml")
+REQUIREMENTS = ("pyproject.toml", "constraints.txt")
 VENV, PIP = "-m venv .venv", "-m pip install -c constraints.txt -e "
-CORE, DEV, BOTH = (f"{PIP}.{extras} -e ./simgpu" for extras in ("", "[dev]", "[dev,data]"))
+CORE, DEV, BOTH = (f"{PIP}.{extras}" for extras in ("", "[dev]", "[dev,data]"))
 TRAIN, TEST = "train.py baby", "-m pytest -q -m not slow -n auto --maxprocesses 4"
 ON_CUDA = "-m pytest -q -rs -n auto --maxprocesses 8 --dist loadgroup -m gpu and not slow"
 TARGETS = set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -45,7 +45,7 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.root, self.bin = folder, folder / "a checkout", folder / "bin"
-        for place in (self.root / "simgpu", self.root / "examples", self.bin):
+        for place in (self.root / "examples", self.bin):
             place.mkdir(parents=True)
         for name in ("Makefile", "examples/first_model.ipynb", *REQUIREMENTS):
             os.utime(shutil.copy(ROOT / name, self.root / name), (1e9, 1e9))

@@ -47,7 +47,6 @@ def environment(
     from simgpu.build import built
 
     folder = built()
-    before = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     return {
         "SIMGPU": str(folder),
         "SIMGPU_ARCH": str(arch),
@@ -59,11 +58,19 @@ def environment(
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
             "TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor")
         ),
-        "LD_LIBRARY_PATH": ":".join([str(folder), *(p for p in before if p and p != str(folder))]),
+        "LD_LIBRARY_PATH": _first("LD_LIBRARY_PATH", folder),
+        "PYTHONPATH": _first("PYTHONPATH", Path(__file__).parents[1], folder / "hook"),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TRITON_PTXAS_PATH": str(folder / "ptxas"),
         "TRITON_PTXAS_BLACKWELL_PATH": str(folder / "ptxas-blackwell"),
     }
+
+
+def _first(name: str, *folders: Path) -> str:
+    """Returns a variable that lists folders, with some in front."""
+    first = [str(folder) for folder in folders]
+    rest = os.environ.get(name, "").split(os.pathsep)
+    return os.pathsep.join([*first, *(place for place in rest if place and place not in first)])
 
 
 def start(
@@ -82,6 +89,7 @@ def start(
     variables = environment(arch, gpus, memory, fail)
     os.environ.update(variables)
     folder = Path(variables["SIMGPU"])
+    sys.path.insert(0, str(folder / "hook"))
     for path in (folder / "libcuda.so.1", *sorted(folder.glob("lib*.so.*"))):
         if path.suffix != ".key":  # a stamp of the build
             ctypes.CDLL(str(path))
@@ -153,9 +161,7 @@ def trace() -> Iterator[list[Work]]:
 
 
 def _after_torch() -> None:
-    """Called by `import torch` at its end, in every process (the group torch.backends)."""
-    if "SIMGPU" not in os.environ:
-        return
+    """Called by `import torch` at its end, where `environment` has put the hook on the path."""
     # A thread of autograd that still wants the lock of Python when that ends would abort it: while
     # this sleeps it can have it. Without it 11 of 24 runs of one backward ended so.
     atexit.register(time.sleep, 0.2)

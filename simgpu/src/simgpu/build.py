@@ -38,6 +38,11 @@ PREFIXES = {
 FAILS = {"libcudart": 801, "libcuda": 801}
 """The error of an entry that is not written: "not supported"; elsewhere 3, an internal error."""
 CXX = ["-std=c++20", "-O1", "-g0", "-fPIC", "-fvisibility=default", "-Wall", "-Wno-attributes"]
+HOOK = {
+    "METADATA": "Metadata-Version: 2.1\nName: simgpu-hook\nVersion: 1\n",
+    "entry_points.txt": "[torch.backends]\nsimgpu = simgpu:_after_torch\n",
+}
+"""Distribution with the entry point that `import torch` calls; on the path of our processes only."""
 PTXAS = """#!/bin/sh
 # The assembler, which puts behind its result the PTX that it came from: that is what is run.
 '{}' "$@" || exit
@@ -154,6 +159,10 @@ def _build(folder: Path, torch: Path, triton: Path, include: Path) -> None:
         script = folder / name
         script.write_text(PTXAS.format(triton / "backends" / "nvidia" / "bin" / name))
         script.chmod(0o755)
+    hook = folder / "hook" / "simgpu_hook-1.dist-info"
+    hook.mkdir(parents=True, exist_ok=True)
+    for name, text in HOOK.items():
+        (hook / name).write_text(text)
 
 
 def _check_headers(include: Path, cudart: str) -> None:

@@ -1,4 +1,4 @@
-"""The pytest form: `pytest --simgpu [--simgpu-arch 90] ...` runs tests on simulated GPUs."""
+"""The pytest form: `pytest -p simgpu.plugin --simgpu [--simgpu-arch 90] ...`."""
 
 import json
 from pathlib import Path
