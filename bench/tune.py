@@ -20,12 +20,12 @@ from bench.records import Record, Writer, record
 from fastgpt import flags
 from fastgpt.errors import UserError, run_command
 from fastgpt.kernels import runtime
-from fastgpt.kernels.aot import SHARED_LIMIT, TUNED, check_budget
 from fastgpt.kernels.attention import spec
 from fastgpt.kernels.attention.config import KEYS, TUNING, rows, trying
 from fastgpt.kernels.attention.plain import attention_mask
 from fastgpt.kernels.proof.compile import CompileResult, collect, compile_all
-from fastgpt.kernels.proof.sass import DEVICES, ceiling
+from fastgpt.kernels.proof.rules import SHARED_LIMIT, TUNED, wrong
+from fastgpt.kernels.proof.sass import DEVICES
 
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
 CHECKED = {"B": 2, "T": 515}  # short, and no multiple of a block
@@ -159,7 +159,7 @@ def compile_forms(slot: Slot, found: list[Candidate], forms: list[tuple[int, str
         pairs += [(x, config) for config in configs if config.kernel == spec.STEPS[step][0]]
     for (x, _), result in zip(pairs, compile_all(config for _, config in pairs), strict=True):
         x.results.append(result)
-        x.problems += check_budget(result, {})
+        x.problems += wrong(result)
 
 
 @cache
@@ -184,7 +184,7 @@ def predict(slot: Slot, settings: dict[str, int], code: CompileResult) -> float:
     # the two loops with most instructions: the masked one has more than the other
     for loop in sorted(code.loops, key=lambda x: sum(x.units.values()))[-2:]:
         loop = replace(loop, flops=max(flops, loop.flops))  # not all instructions state theirs
-        limit: Any = ceiling(loop, slot.arch, code.warps, code.registers, code.shared, code.columns)
+        limit: Any = code.ceiling(loop)
         blocks = max(1, limit.blocks)
         # 700: clocks of a load from L2 while all multiprocessors read; 500 to 900 are likely
         clocks.append(max(limit.clocks, limit.alone / blocks, from_l2) + 700 * loop.waits / blocks)

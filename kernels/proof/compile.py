@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of kernel configurations; `kernels.aot` checks the machine code."""
+"""Compiles kernels ahead of time, without a GPU, and reads what Triton made of them."""
 
 import ast
 import functools
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import fences
-from ..runtime import EXPLICIT, Launch, recording
-from .sass import Loop, disassemble, instructions, loops, tensor_core_instructions, unit_of
+from ..runtime import Launch, recording
+from .sass import Ceiling, Loop, ceiling, disassemble, instructions, loops, unit_of
 
 SETTINGS = (
     "BLOCK_M", "BLOCK_N", "BLOCK_P", "ROWS", "LANES", "STAGES", "num_warps", "num_stages", "maxnreg"
@@ -27,6 +27,8 @@ FENCE = re.compile(
     r"|tcgen05\.fence|mbarrier\.try_wait|bar(?:rier)?\.sync"
 )
 """Instructions of PTX that order accesses to memory."""
+MMA = re.compile(r"\s((?:HGMMA|QGMMA|HMMA|UTC[A-Z]*MMA)\b)[\w.]*\s")
+"""Tensor-core instructions of SASS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,12 @@ class Config:
 
     @property
     def key(self) -> str:
-        return f"{self.kernel} {self.label}"
+        return f"sm_{self.arch} {self.kernel} {self.label}"
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of kernels/ that has the kernel."""
+        return self.launch.kernel.fn.__module__.split(".")[-2]
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -81,7 +88,6 @@ class CompileResult:
     arch: int
     config: str
     warps: int = 0
-    stages: int = 0
     registers: int = 0
     spilled: int = 0
     """Bytes of stack: all are spilled registers, because no kernel of ours has local arrays."""
@@ -89,6 +95,7 @@ class CompileResult:
     columns: int = 0
     """Columns of tensor memory that a block allocates; 0 except on sm_100."""
     mma: dict[str, int] = field(default_factory=dict)
+    """Number of tensor-core instructions, each by its name."""
     declared: str = ""
     error: str = ""
     loops: list[Loop] = field(default_factory=list)
@@ -98,12 +105,14 @@ class CompileResult:
     """Number of instructions by the unit that runs them (`sass.UNITS`)."""
     fences: dict[str, int] = field(default_factory=dict)
     """Number of fences, waits and barriers in the PTX, each by its name."""
-    fingerprint: str = ""
-    problems: list[str] = field(default_factory=list)
 
     @property
     def key(self) -> str:
-        return f"{self.kernel} {self.config}"
+        return f"sm_{self.arch} {self.kernel} {self.config}"
+
+    def ceiling(self, loop: Loop) -> Ceiling | None:
+        """Returns the upper bound of the speed of one of its loops; see `sass.ceiling`."""
+        return ceiling(loop, self.arch, self.warps, self.registers, self.shared, self.columns)
 
 
 # --- collect --------------------------------------------------------------------------------------
@@ -155,12 +164,13 @@ def specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict, d
 def fingerprint(config: Config) -> str:
     """Hashes everything that decides the machine code, except the compiler.
 
-    These are the sources and what they are compiled for; comments, docstrings and line numbers do
-    not count, nor do the options that every launch has.
+    These are the sources, the fences that are added, and what they are compiled for; comments,
+    docstrings and line numbers do not count.
     """
-    *rest, options = specialised(config.launch)
-    chosen = {name: value for name, value in options.items() if name not in EXPLICIT}
-    text = repr((config.declared, (*rest, chosen), sources(config.launch.kernel)))
+    added = [fences.needs_fence, fences.add_fences]
+    added = [_without_comments(inspect.unwrap(function)) for function in added]
+    kernel = config.launch.kernel
+    text = repr((config.arch, config.declared, specialised(config.launch), sources(kernel), added))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -237,12 +247,11 @@ def compile_config(config: Config) -> CompileResult:
         arch=config.arch,
         config=config.label,
         warps=metadata.num_warps,
-        stages=metadata.num_stages,
         registers=usage["REG"],
         spilled=usage["STACK"] + usage["LOCAL"],
         shared=metadata.shared,
         columns=getattr(metadata, "tmem_size", 0),
-        mma=tensor_core_instructions(text),
+        mma=dict(sorted(Counter(MMA.findall(text)).items())),
         declared=config.declared,
         loops=loops(text),
         instructions=len(code),

@@ -39,12 +39,6 @@ def _cuobjdump() -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
 
 
-def tensor_core_instructions(sass: str) -> dict[str, int]:
-    """Counts each tensor-core instruction in SASS."""
-    found = re.findall(r"\s((?:HGMMA|QGMMA|HMMA|UTC[A-Z]*MMA)\b)[\w.]*\s", sass)
-    return dict(sorted(Counter(found).items()))
-
-
 # --- loops and their ceilings ---------------------------------------------------------------------
 
 

@@ -3,131 +3,96 @@
 import json
 import os
 import re
+import shutil
 import subprocess
-from dataclasses import replace
-from pathlib import Path
+import sys
+from types import SimpleNamespace
 
 import pytest
 
-from fastgpt.kernels.aot import ARCHS, BUDGET, check_budget, read_budgets, record, triton_minor
+from fastgpt.kernels import aot
 from fastgpt.kernels.attention.config import TUNING
-from fastgpt.kernels.proof.compile import CompileResult
+from fastgpt.kernels.proof.rules import ARCHS
 from fastgpt.kernels.proof.sass import Loop, ceiling, loops
-from tests.processes import python
-
-FAULTS = ("--modules", "tests.proof.aot_faults")
+from tests.processes import ROOT, ended, python
 
 
-def compiling(*args: str) -> subprocess.CompletedProcess[str]:
+def compiling(*args: object) -> subprocess.CompletedProcess[str]:
     # what is compiled is kept with the rest of what the tests keep: not in the user's cache
     cache = os.path.join(os.environ["FASTGPT_CACHE"], "triton")
     return python(*args, TRITON_INTERPRET=None, TRITON_CACHE_DIR=cache)
 
 
-def aot(tmp_path: Path, *args: str) -> tuple[int, str, list[dict]]:
-    """Runs `python -m kernels.aot`; returns its exit status, its output, and the result rows."""
-    out = tmp_path / "rows.json"
-    done = compiling("-m", "kernels.aot", "--json", str(out), *args)
-    assert not done.stderr
-    rows = json.loads(out.read_text())["rows"] if out.exists() else []
-    return done.returncode, done.stdout, rows
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-def test_every_shipped_configuration_compiles_well(arch, tmp_path):
-    code, printed, rows = aot(tmp_path, "--arch", str(arch))
-    assert code == 0, printed
-    compiled = {f"{r['kernel']} {r['config']}" for r in rows}
-    assert compiled == read_budgets(BUDGET)[triton_minor()][str(arch)].keys()
-    assert {r["arch"] for r in rows} == {arch}
-    assert {r["kernel"] for r in rows} > {
-        "_norm_dots_kernel", "_attention_bwd_dkv_kernel", "_cross_entropy_fwd_kernel"
-    }  # fmt: skip
-    for made in rows:  # products of sm_100 need tensor memory
-        assert ("UTCHMMA" in made["mma"]) == (made["columns"] > 0)
-    said = rf"{len(rows)} variants of \d+ configurations, 0 wrong, 0 without a recorded budget"
-    assert re.match(rf"(?s)kernel .*\n{said}\n", printed)
+def test_every_shipped_configuration_compiles_well(arch):
+    done = compiling("-m", "kernels.aot", "--arch", str(arch))
+    assert done.returncode == 0, done.stdout + done.stderr
+    kernels = set(re.findall(rf"^(_\w+_kernel) +sm_{arch} ", done.stdout, re.M))
+    assert kernels > {"_norm_dots_kernel", "_attention_bwd_dkv_kernel", "_cross_entropy_fwd_kernel"}
+    assert re.search(r"\n\d+ variants of \d+ configurations, 0 wrong\n$", done.stdout)
 
 
 def test_at_most_about_two_hundred_configurations_are_shipped():
-    """At most 225 kernel configurations ship for tuned archs; the budget lists those of all archs.
-
-    Configurations are each table row of each arch, and each set of sizes that a rule gives.
-    """
+    """Configurations are each table row of each arch, and each set of sizes that a rule gives."""
     done = compiling("-c", COUNT)
-    configurations, keys = json.loads(done.stdout)
     rows = sum(len(json.loads(path.read_text())["attention"]) for path in TUNING.glob("*.json"))
-    assert configurations <= 230
+    assert int(done.stdout) <= 230
     assert rows <= 120
-    for version, archs in read_budgets(BUDGET).items():
-        recorded = sorted(f"{arch} {key}" for arch, rows in archs.items() for key in rows)
-        assert recorded == keys, f"Triton {version}: record what is shipped, and nothing else"
 
 
 COUNT = """
+from fastgpt.kernels.proof.report import configs_of
+from fastgpt.kernels.proof.rules import TUNED
+print(len({config.settings for config in configs_of(TUNED)}))
+"""
+FAULTS = """
 import json
-from fastgpt.kernels.aot import ARCHS, TUNED
-from fastgpt.kernels.proof.compile import collect
-from fastgpt.kernels.specs import VARIANTS
-found = list(collect(VARIANTS, ARCHS))
-keys = sorted(f"{config.arch} {config.key}" for config in found)
-tuned = len({config.settings for config in found if config.arch in TUNED})
-print(json.dumps([tuned, keys]))
+from dataclasses import asdict
+from fastgpt.kernels import aot
+from fastgpt.kernels.proof.compile import compile_all
+from fastgpt.kernels.proof.report import configs_of
+
+name = "tests.proof.aot_faults"
+print(aot.main(["--modules", name, "--arch", "90"]))
+print(json.dumps([asdict(row) for row in compile_all(configs_of([90], modules=[name]))]))
 """
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    """Runs the command over faulty kernels, with a budget of one register for the sound one."""
-    folder = tmp_path_factory.mktemp("faults")
-    budget = folder / "budget.json"
-    record(
-        [CompileResult("_square_kernel", 90, "sound", registers=1, shared=1, instructions=1)],
-        budget,
-    )
-    code, printed, rows = aot(folder, *FAULTS, "--arch", "90", "--budget", str(budget))
-    return code, printed, {r["config"]: r for r in rows}
+def faults():
+    """What the command prints of faulty kernels, its exit status, and the compiled rows."""
+    done = compiling("-c", FAULTS)
+    *printed, code, rows = done.stdout.splitlines()
+    rows = {r["config"]: r for r in json.loads(rows)}
+    return SimpleNamespace(code=int(code), printed="\n".join(printed), rows=rows)
 
 
 FOUND = {
-    "spill": ["spills "],
-    "too much shared memory": [" bytes of shared memory > 232448"],
-    "small for its instruction": ["has no HGMMA"],
-    "broken": ["NameError('no_such_name is not defined')"],
-    "sound": [
-        " registers > 1 recorded",
-        " bytes of shared memory > 1 recorded",
-        " instructions > 1 recorded",
-    ],
+    "spill": r"spills \d+ bytes",
+    "too much shared memory": r"\d+ bytes of shared memory > 232448",
+    "small for its instruction": "has no HGMMA",
+    "broken": r"does not compile: .*NameError\('no_such_name is not defined'\).*",
 }
 
 
-@pytest.mark.parametrize("config", FOUND)
-def test_each_fault_is_found_and_no_other(faults, config):
-    code, printed, rows = faults
-    assert code == 1
-    problems = rows[config]["problems"]
-    for problem, said in zip(problems, FOUND[config], strict=True):
-        assert said in problem
-    assert f"{config}: {'; '.join(problems)}" in printed
-
-
-def test_faults_are_counted(faults):
-    _, printed, rows = faults
-    assert rows.keys() == FOUND.keys()
-    assert rows["sound"]["mma"].keys() == {"HGMMA"}
-    assert "5 variants of 4 configurations, 5 wrong, 4 without a recorded budget (make" in printed
+def test_each_fault_is_found_and_no_other(faults):
+    assert faults.code == 1
+    assert faults.rows.keys() == {*FOUND, "sound"}
+    assert faults.rows["sound"]["mma"].keys() == {"HGMMA"}
+    said = dict(re.findall(r"^sm_90 _\w+_kernel ([\w ]+): (.*)$", faults.printed, re.M))
+    assert said.keys() == FOUND.keys()
+    assert all(re.fullmatch(FOUND[config], text) for config, text in said.items()), said
+    assert faults.printed.endswith("5 variants of 4 configurations, 4 wrong")
 
 
 def test_loops_are_counted_by_unit(faults):
     """The instructions counted in a loop agree with the work that its source does."""
-    _, _, rows = faults
-    (square,) = rows["sound"]["loops"]  # no loop: the whole kernel, 4 warps
+    (square,) = faults.rows["sound"]["loops"]  # no loop: the whole kernel, 4 warps
     assert square["flops"] * 4 == 2 * 64**3
     assert square["units"]["tensor"] == 4
     assert square["bytes"] * 4 == 64 * 64 * (2 + 4)
-    stream = max(rows["too much shared memory"]["loops"], key=lambda loop: loop["bytes"])
+    stream = max(faults.rows["too much shared memory"]["loops"], key=lambda loop: loop["bytes"])
     assert stream["bytes"] * 8 == 4 * 2**13
     assert stream["start"] > 0
     assert stream["units"]["fp32"] == 2**13 // (8 * 32)  # one addition each
@@ -168,56 +133,118 @@ def test_shared_memory_moves_128_bytes_a_clock(op, wavefronts):
     assert loop.wavefronts == 20 * wavefronts
 
 
-@pytest.mark.parametrize(
-    ("body", "waits"),
-    [
-        (["DEPBAR.LE SB0, 0x0", "HGMMA.64x64x16.F32", "LDGDEPBAR"], True),
-        (["DEPBAR.LE SB0, 0x1", "HGMMA.64x64x16.F32", "LDGDEPBAR"], False),
-        (["LDGDEPBAR", "HMMA.16816.F32", "DEPBAR.LE SB0, 0x0"], False),
-        (["LDGDEPBAR", "DEPBAR.LE SB0, 0x0", "HMMA.16816.F32"], True),
-        (["LDG.E.128 R1, [R2]", "STS.128 [R3], R1", "HMMA.16816.F32"], True),
-        (["LDG.E.128 R1, [R2]", "FFMA R3, R1"], False),
-    ],
-)
-def test_a_loop_waits_for_a_load_that_it_has_just_asked_for(body, waits):
-    """Two stages ask for the next tile behind the products and wait for it before the next ones."""
-    ops = [*body, *["FADD R1"] * 16, "BRA 0x0"]
-    [loop] = loops("\n".join(f"/*{16 * i:04x}*/ {op} ;" for i, op in enumerate(ops)))
-    assert loop.waits == waits
-    row = CompileResult("k", 90, "D=64 bfloat16 causal", loops=[loop])
-    assert check_budget(row, {}) == ["waits for a load that it has just asked for"] * waits
-    assert not check_budget(replace(row, config="D=256 bfloat16 causal"), {})
-
-
-@pytest.mark.parametrize(
-    ("recorded", "problems"),
-    [
-        ([10, 100, 1000], []),
-        ([11, 101, 1001], []),
-        (None, []),
-        ([9, 100, 1000], ["10 registers > 9 recorded"]),
-        ([10, 99, 1000], ["100 bytes of shared memory > 99 recorded"]),
-        ([10, 100, 999], ["1000 instructions > 999 recorded"]),
-    ],
-)
-def test_only_more_than_the_budget_is_a_fault(recorded, problems):
-    row = CompileResult("k", 90, "c", registers=10, shared=100, instructions=1000)
-    assert check_budget(row, {"k c": [*recorded, ""]} if recorded else {}) == problems
-
-
-def test_recording_keeps_the_other_rows(tmp_path):
-    path = tmp_path / "budget.json"
-    path.write_text('{"0.1": {"90": {"k c": [1, 2, 3, "a"]}}}')
-    good = CompileResult("k", 90, "c", registers=10, shared=100, instructions=7, fingerprint="b")
-    record([good, CompileResult("k", 80, "d", error="?")], path)
-    record([CompileResult("k", 90, "d", registers=20, shared=200)], path)
-    assert read_budgets(path) == {
-        "0.1": {"90": {"k c": [1, 2, 3, "a"]}},
-        triton_minor(): {"90": {"k c": [10, 100, 7, "b"], "k d": [20, 200, 0, ""]}},
-    }
-
-
 def test_nothing_selected_is_an_error():
     done = compiling("-m", "kernels.aot", "--only", "no such kernel")
     said = "kernels.aot: no configuration matches --only no such kernel\n"
     assert (done.returncode, done.stdout) == (2, said), done.stderr
+
+
+# --- against a commit -----------------------------------------------------------------------------
+
+SOURCE = '''
+import torch, triton
+import triton.language as tl
+from fastgpt.kernels.proof.compile import Variant
+from fastgpt.kernels.runtime import launch
+
+BIAS: tl.constexpr = 1
+
+@triton.jit
+def _add(x):
+    return x + BIAS
+
+@triton.jit
+def _a_kernel(x_ptr, N: tl.constexpr):
+    """Adds."""
+    offs = tl.arange(0, N)
+    tl.store(x_ptr + offs, _add(tl.load(x_ptr + offs)))
+
+@triton.jit
+def _b_kernel(x_ptr, N: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, N), 0.0)
+
+def fewer_fences(ptx):
+    return ptx
+
+def variants(arch):
+    x = torch.empty(512, device="meta")
+    for kernel in (_a_kernel, _b_kernel):
+        for n in (64, 128):
+            run = lambda kernel=kernel, n=n: launch(kernel, (1,), x, N=n, num_warps=1)
+            yield Variant(f"N={n}", run)
+'''
+CHANGES = {
+    "nothing": (SOURCE, []),
+    "comments": (SOURCE.replace("Adds.", "Sums.").replace("x + BIAS", "x  + BIAS  # !"), []),
+    "a_helper": (SOURCE.replace("x + BIAS", "x - BIAS"), ["_a_kernel N=128", "_a_kernel N=64"]),
+    "a_global": (SOURCE.replace("r = 1", "r = 2"), ["_a_kernel N=128", "_a_kernel N=64"]),
+    "a_setting": (
+        SOURCE.replace("num_warps=1", "num_warps=n // 64"), ["_a_kernel N=128", "_b_kernel N=128"]
+    ),
+    "a_label": (SOURCE.replace('f"N={n}"', 'f"{n} numbers"'), []),
+    "a_variant": (SOURCE.replace("128)", "128, 256)"), ["_a_kernel N=256", "_b_kernel N=256"]),
+    "fences": (SOURCE, ["_a_kernel N=128", "_a_kernel N=64", "_b_kernel N=128", "_b_kernel N=64"]),
+}  # fmt: skip
+SELECT = """
+import importlib, json, sys
+from fastgpt.kernels import fences
+from fastgpt.kernels.proof.compile import fingerprint
+from fastgpt.kernels.proof.report import configs_of, what_differs
+
+folder, *names = sys.argv[1:]
+sys.path.insert(0, folder)
+known, found = [fingerprint(config) for config in configs_of([90], modules=["nothing"])], {}
+for name in names:
+    if name == "fences":
+        fences.add_fences = importlib.import_module("fences").fewer_fences
+    configs, _ = what_differs(known, configs_of([90], modules=[name]), [])
+    found[name] = sorted(config.key.removeprefix("sm_90 ") for config in configs)
+print(json.dumps(found))
+"""
+
+
+def test_what_has_another_input_of_the_compiler_differs(tmp_path):
+    for change, (source, _) in CHANGES.items():
+        (tmp_path / f"{change}.py").write_text(source)
+    done = compiling("-c", SELECT, str(tmp_path), *CHANGES)
+    assert json.loads(done.stdout) == {name: differ for name, (_, differ) in CHANGES.items()}
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A repository with the kernels at one commit."""
+    for name in ("fastgpt", "kernels", "simgpu/src"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c")
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "feat: kernels"]):
+        assert ended(*git, *command, cwd=tmp_path).returncode == 0
+    return tmp_path, git
+
+
+@pytest.mark.slow
+def test_a_costlier_kernel_with_other_bits_fails_unless_a_commit_accepts_it(clone):
+    folder, git = clone
+    environment = {"TRITON_INTERPRET": None, "PYTHONPATH": str(folder)}
+    command = (sys.executable, "-m", "kernels.aot", "--op", "rotary", "--arch", "90", "--base")
+    device = folder / "kernels" / "rotary" / "device.py"
+    text = device.read_text()
+    changed = text.replace("(x * sin + y * cos)", "(x * sin + y * cos + y * 1e-6 * tl.exp(x))")
+    assert changed != text
+    device.write_text(changed)
+    done = ended(*command, cwd=folder, **environment)
+    assert done.returncode == 1, done.stdout + done.stderr
+    worse = [line for line in done.stdout.splitlines() if line.startswith("WORSE ")]
+    assert any("sm_90 _rotary_kernel H=12 K=12 D=64 bfloat16: instructions" in x for x in worse)
+    assert any(x.startswith("WORSE sm_90 rotary grouped fp32: bits: ") for x in worse)
+    message = "feat: more\n\nKernel-cost: _rotary_kernel\nKernel-cost: sm_90 rotary grouped"
+    ended(*git, "commit", "-q", "-am", message, cwd=folder)
+    done = ended(*command, cwd=folder, **environment)  # the last commit
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "accepted sm_90 rotary grouped fp32: bits" in done.stdout
+    assert re.search(r"\n\d of 6 variants differ from \w+, 0 findings are worse\n$", done.stdout)
+
+
+def test_a_commit_that_is_not_there_is_named():
+    with pytest.raises(aot.BadUsageError, match=r"^git rev-parse nothing\^\{commit\}: .*nothing"):
+        aot.git("rev-parse", "nothing^{commit}")

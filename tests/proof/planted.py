@@ -1,6 +1,6 @@
-"""A kernel with one flaw of each kind that `kernels.upgrade` must name, for test_upgrade.py.
+"""A kernel with one flaw of each kind that a comparison must name, for test_rules.py.
 
-python -m tests.proof.planted_upgrade FOLDER    # writes FOLDER/<flaw>.json for each
+python -m tests.proof.planted FOLDER    # writes FOLDER/<flaw>.json for each
 """
 
 import os
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.backends.nvidia.compiler import CUDABackend
 
-from fastgpt.kernels.proof import census
+from fastgpt.kernels.proof import report
 from fastgpt.kernels.proof.compile import Variant
 from fastgpt.kernels.runtime import launch
 from fastgpt.kernels.spec import Make, Problem, Spec
@@ -96,11 +96,11 @@ def main() -> None:
     for flaw in FLAWS:
         os.environ["TRITON_CACHE_DIR"] = str(folder / flaw)
         with without(PTX[flaw]) if flaw in PTX else nullcontext():
-            census.main(["--out", str(folder / f"{flaw}.json"), "--brief", "--modules",
-                         "tests.proof.planted_upgrade"])  # fmt: skip
+            report.main(["--out", str(folder / f"{flaw}.json"), "--brief", "--modules",
+                         "tests.proof.planted"])  # fmt: skip
 
 
 if __name__ == "__main__":
-    # the census imports this module by its name: both must be one
-    sys.modules["tests.proof.planted_upgrade"] = sys.modules[__name__]
+    # the report imports this module by its name: both must be one
+    sys.modules["tests.proof.planted"] = sys.modules[__name__]
     main()

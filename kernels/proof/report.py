@@ -1,0 +1,196 @@
+"""Reports what the installed Triton makes of our kernels, for `kernels.aot` and `kernels.upgrade`.
+
+    python -m kernels.proof.report --out FILE [--arch 90] [--op norm] [--problems 3] [--known FILE]
+
+Of each variant that ships it notes resources, instructions, fences and the static ceiling of its
+main loops; of each op's problems, executed on the CPU, the digest and the error of every output
+and gradient, and faults.
+"""
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parity import complaints, errors, outputs_and_gradients
+from ..runtime import executing, family
+from ..spec import Problem, Spec
+from ..specs import SPECS, VARIANTS
+from .compile import CompileResult, Config, collect, compile_all, fingerprint
+from .rules import ARCHS, Report, wrong
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+# --- what is selected -----------------------------------------------------------------------------
+
+
+def configs_of(
+    archs: Iterable[int], ops: Sequence[str] = (), modules: Sequence[str] = ()
+) -> list[Config]:
+    """Returns the shipped variants of archs; `modules` has their `variants` in place of ours."""
+    variants = [importlib.import_module(name).variants for name in modules] or VARIANTS
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "attention was never tuned")
+        found = list(collect(variants, archs))
+    return [config for config in found if not ops or config.folder in ops]
+
+
+def specs_of(ops: Sequence[str] = (), modules: Sequence[str] = ()) -> list[Spec]:
+    """Returns the specs whose results can be compared: those without random numbers."""
+    found = [spec for name in modules for spec in importlib.import_module(name).SPECS]
+    found = found if modules else list(SPECS.values())
+    of_op = [spec for spec in found if not ops or spec.inputs.__module__.split(".")[-2] in ops]
+    return [spec for spec in of_op if spec.random is None]
+
+
+# --- what is reported -----------------------------------------------------------------------------
+
+
+def figures(row: CompileResult) -> dict[str, Any]:
+    """Returns the figures of a compiled variant that are compared."""
+    tops = [top for loop in row.loops if (top := row.ceiling(loop))]
+    return {
+        **{name: value for name, value in asdict(row).items() if name != "loops"},
+        "blocks": min((top.blocks for top in tops), default=0),
+        "clocks": round(sum(top.clocks / max(1, top.blocks) for top in tops), 1),
+        "problems": wrong(row),
+    }
+
+
+def digest(x: Tensor) -> str:
+    """Hashes the bits of a tensor."""
+    bits = x.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(bits).hexdigest()[:12]
+
+
+def executed(spec: Spec, problem: Problem, dtype: torch.dtype, archs: Iterable[int]) -> Any:
+    """Runs an op's compiled forward and backward on the CPU; yields (arch, what came of it).
+
+    Inputs are random numbers of seed 0; the error is measured as `kernels.parity` does.
+    """
+    from .fenced import execute  # needs simgpu
+
+    random = torch.Generator().manual_seed(0)
+
+    def make(*sizes: int, below: int = 0) -> Tensor:
+        if below:
+            return torch.randint(below, sizes, generator=random)
+        return torch.randn(sizes, generator=random).to(dtype)
+
+    def draw(_: int, y: Tensor) -> Tensor:
+        return torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+
+    def called(f: Callable[..., Any], dtype: torch.dtype) -> dict[str, Tensor]:
+        bound = spec.call(f, problem, "cpu")
+
+        def on_copies(*tensors: Tensor) -> Any:  # some ops overwrite an input
+            return bound(*[x.clone() for x in tensors])
+
+        gradients = draw if spec.differentiable else None
+        return outputs_and_gradients(on_copies, inputs, dtype, gradients)
+
+    inputs = spec.inputs(problem, make)
+    truth, eager = called(spec.ref, torch.float64), called(spec.eager, dtype)
+    for arch in archs:
+        fault, got = "", {}
+        try:
+            with executing(arch, lambda launch, arch=arch: execute(launch, arch)):
+                got = called(spec.op, dtype)
+        except Exception as error:  # a fault, or any compiler pass; other problems still run
+            fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        yield (
+            arch,
+            {
+                "fault": fault,
+                "digests": {name: digest(x) for name, x in got.items()},
+                "errors": {name: errors(x, truth[name])[1] for name, x in got.items()},
+                "wrong": complaints(got, eager, truth, dtype, spec.terms(problem)) if got else [],
+            },
+        )
+
+
+def report(
+    configs: Iterable[Config],
+    specs: Iterable[Spec],
+    archs: Sequence[int],
+    *,
+    dtypes: Sequence[str] = tuple(DTYPES),
+    problems: int | None = 1,
+    jobs: int | None = None,
+) -> Report:
+    """Compiles configurations and executes the first `problems` of each op; None for all."""
+    import triton
+
+    results = {}
+    for spec in specs:
+        for label, problem in list(spec.problems.items())[:problems]:
+            for dtype in dtypes:
+                for arch, result in executed(spec, problem, DTYPES[dtype], archs):
+                    results[f"sm_{arch} {spec.name} {label} {dtype}"] = result
+        print(f"{spec.name}: executed", flush=True)
+    forms = {row.key: figures(row) for row in compile_all(configs, jobs)}
+    print(f"{len(forms)} compiled", flush=True)
+    return {"triton": triton.__version__, "forms": forms, "results": results}
+
+
+# --- against an earlier commit --------------------------------------------------------------------
+
+
+def what_differs(
+    known: Iterable[str], configs: Sequence[Config], specs: Sequence[Spec]
+) -> tuple[list[Config], list[Spec]]:
+    """Returns the configurations whose fingerprints are not known, and the specs that have any."""
+    known = set(known)
+    new = [config for config in configs if fingerprint(config) not in known]
+    kernels = {config.kernel for config in new}
+    touched = [
+        spec for spec in specs
+        if any(config.kernel in kernels for config in collect([spec.variants], [90]))
+    ]  # fmt: skip
+    return new, touched
+
+
+# --- command --------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.proof.report", description=__doc__)
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--known", type=Path, help="fingerprints of what need not be compiled or executed")
+    add("--brief", action="store_true")
+    add("--arch", type=family, nargs="+", choices=ARCHS)
+    add("--op", nargs="+", default=())
+    add("--problems", type=int)
+    add("--modules", nargs="+", default=())
+    add("--jobs", type=int, default=os.cpu_count())
+    args = parser.parse_args(argv)
+    archs = args.arch or ([90] if args.brief else [80, 90, 100])
+    configs, specs = configs_of(archs, args.op, args.modules), specs_of(args.op, args.modules)
+    prints = [fingerprint(config) for config in configs]
+    if args.known:
+        known = json.loads(args.known.read_text(encoding="utf-8"))
+        configs, specs = what_differs(known, configs, specs)
+    if args.brief:
+        configs = list({(c.kernel, c.arch): c for c in reversed(configs)}.values())[::-1]
+    some = {"dtypes": ["bf16"], "problems": 1} if args.brief else {"problems": args.problems}
+    executed_for = [90] if args.known else archs
+    found = report(configs, specs, executed_for, jobs=args.jobs, **some)
+    text = json.dumps({**found, "fingerprints": prints}, indent=1, sort_keys=True)
+    args.out.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

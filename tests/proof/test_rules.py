@@ -1,0 +1,123 @@
+"""Rules of compiled kernels, and comparisons: each kind of change for the worse is named."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+
+from fastgpt.kernels import fences
+from fastgpt.kernels.proof import rules
+from fastgpt.kernels.proof.compile import CompileResult
+from fastgpt.kernels.proof.rules import compare
+from fastgpt.kernels.proof.sass import loops
+from tests.processes import python
+
+FORM = {
+    "error": "", "registers": 40, "spilled": 0, "shared": 1000, "columns": 0, "instructions": 100,
+    "units": {"alu": 60, "fp32": 40}, "mma": {"HGMMA": 4},
+    "fences": {"bar.sync": 3, "fence.proxy.async": 1}, "blocks": 8, "clocks": 50.0, "problems": [],
+}  # fmt: skip
+RESULT = {"fault": "", "digests": {"output 0": "a"}, "errors": {"output 0": 1e-3}, "wrong": []}
+REPORT = {"forms": {"sm_90 k c": FORM}, "results": {"sm_90 op p bf16": RESULT}}
+NO, SMALL, YES = "not worse", "worse between commits", "worse"
+CHANGES = [
+    ("results", {"wrong": ["output 0: 2 > 1"]}, "tolerance: output 0: 2 > 1", YES),
+    ("results", {"digests": {"output 0": "b"}}, "bits: output 0 (error 1.00e-03 -> ", SMALL),
+    ("results", {"fault": "FaultError: race"}, "fault: FaultError: race", YES),
+    ("forms", {"error": "planted", "problems": ["does not compile: planted"]},
+     "limits: does not compile: planted", YES),
+    ("forms", {"problems": ["spills 8 bytes"]}, "limits: spills 8 bytes", YES),
+    ("forms", {"registers": 80}, "registers: registers 40 -> 80", YES),
+    ("forms", {"registers": 43}, "registers: registers 40 -> 43", SMALL),
+    ("forms", {"registers": 30}, "registers: registers 40 -> 30", NO),
+    ("forms", {"shared": 2000}, "shared: shared 1000 -> 2000", YES),
+    ("forms", {"columns": 128}, "shared: columns 0 -> 128", YES),
+    ("forms", {"instructions": 120, "units": {"alu": 80, "fp32": 40}},
+     "instructions: instructions 100 -> 120 (alu 60 -> 80)", YES),
+    ("forms", {"mma": {}}, "instructions: products by HGMMA 4 -> 0", YES),
+    ("forms", {"fences": {"bar.sync": 3}}, "fences: fence.proxy.async 1 -> 0", YES),
+    ("forms", {"fences": {"fence.proxy.async": 1}}, "fences: bar.sync 3 -> 0", NO),
+    ("forms", {"blocks": 4}, "ceiling: thread blocks on a multiprocessor 8 -> 4", YES),
+    ("forms", {"clocks": 60.0}, "ceiling: clocks 50.0 -> 60.0", YES),
+    ("forms", {"clocks": 51.0}, "ceiling: clocks 50.0 -> 51.0", SMALL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "change", "text", "worse"), CHANGES)
+def test_a_change_is_named_and_decides(part, change, text, worse, capsys):
+    new = copy.deepcopy(REPORT)
+    (name,) = new[part]
+    new[part][name] |= change
+    for growth in (0.0, 0.1):
+        (finding,) = compare(REPORT, new, growth)
+        assert str(finding).startswith(f"{name}: {text}")
+        assert finding.worse == (worse == YES or (worse == SMALL and growth == 0))
+        assert rules.show([finding]) == finding.worse
+        assert ("WORSE " * finding.worse + str(finding)) in capsys.readouterr().out.splitlines()
+        assert rules.show([finding], [text[:8]]) == 0
+        assert ("accepted " in capsys.readouterr().out) == finding.worse
+
+
+def test_a_kernel_that_is_gone_is_worse_and_a_new_one_must_keep_the_rules():
+    nothing = {"forms": {}, "results": {}}
+    assert [str(f) for f in compare(REPORT, nothing) if f.worse] == ["sm_90 k c: compile: is gone"]
+    assert compare(nothing, REPORT) == []
+    spilling = {"forms": {"sm_90 k c": {**FORM, "problems": ["spills 8 bytes"]}}, "results": {}}
+    assert [f.text for f in compare(nothing, spilling) if f.worse] == ["spills 8 bytes"]
+
+
+@pytest.mark.parametrize(
+    ("body", "waits"),
+    [
+        (["DEPBAR.LE SB0, 0x0", "HGMMA.64x64x16.F32", "LDGDEPBAR"], True),
+        (["DEPBAR.LE SB0, 0x1", "HGMMA.64x64x16.F32", "LDGDEPBAR"], False),
+        (["LDGDEPBAR", "HMMA.16816.F32", "DEPBAR.LE SB0, 0x0"], False),
+        (["LDGDEPBAR", "DEPBAR.LE SB0, 0x0", "HMMA.16816.F32"], True),
+        (["LDG.E.128 R1, [R2]", "STS.128 [R3], R1", "HMMA.16816.F32"], True),
+        (["LDG.E.128 R1, [R2]", "FFMA R3, R1"], False),
+    ],
+)
+def test_a_loop_waits_for_a_load_that_it_has_just_asked_for(body, waits):
+    """Two stages ask for the next tile behind the products and wait for it before the next ones."""
+    ops = [*body, *["FADD R1"] * 16, "BRA 0x0"]
+    [loop] = loops("\n".join(f"/*{16 * i:04x}*/ {op} ;" for i, op in enumerate(ops)))
+    assert loop.waits == waits
+    row = CompileResult("k", 90, "D=64 bfloat16 causal", loops=[loop])
+    assert rules.wrong(row) == ["waits for a load that it has just asked for"] * waits
+    assert not rules.wrong(replace(row, config="D=256 bfloat16 causal"))
+
+
+PLANTED = {
+    "tolerance": {"tolerance"},
+    "order": {"bits"},
+    "compile": {"limits", "fault"},
+    "bounds": {"fault"},
+    "fence": {"fences", "fault"},
+    "race": {"fault"},
+    "registers": {"registers"},
+    "shared": {"shared"},
+    "ceiling": {"ceiling"},
+}
+"""Flaw of `planted` -> kinds that must be named, and none of the results' others."""
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("planted")
+    done = python("-m", "tests.proof.planted", folder, TRITON_INTERPRET=None)
+    assert done.returncode == 0, done.stderr
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+@pytest.mark.skipif(
+    fences.needs_fence(90), reason="this Triton leaves out the fence of the planted kernel itself"
+)
+@pytest.mark.parametrize("flaw", PLANTED)
+def test_a_planted_change_is_found_end_to_end(planted, flaw):
+    found = compare(planted["none"], planted[flaw], growth=0.1)
+    kinds = {f.kind: f.text for f in found if f.worse or f.kind == "bits"}
+    assert set(kinds) >= PLANTED[flaw]
+    assert kinds.keys() & {"tolerance", "fault", "limits"} <= PLANTED[flaw]
+    faults = {"bounds": "outside of", "fence": "fence.proxy.async", "compile": "planted"}
+    assert faults.get(flaw, "") in kinds.get("fault", "")
