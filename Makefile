@@ -7,6 +7,7 @@
 #   ARGS="..."   handed on to the command that the target runs
 #   RECIPE=name  the recipe that `make train` trains (baby)
 #   OP=norm      the folder of kernels/ that `make op` checks; ARCH="80 90" compiles it for these
+#   BASE=commit  what changed kernels are compared with: HEAD, or its parent if nothing is changed
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -14,7 +15,7 @@ EXTRAS ?= dev
 RECIPE ?= baby
 
 .DEFAULT_GOAL := help
-targets := help setup train test test-full op budget parity parity-full simgpu simgpu-brief simgpu-full rehearsal mutants real chaos bench bench-regress gpu tune reproduce hub docs notebook lint fmt clean
+targets := help setup train test test-full op gate parity parity-full simgpu simgpu-brief simgpu-full rehearsal mutants real chaos bench bench-regress gpu tune reproduce hub docs notebook lint fmt clean
 .PHONY: $(targets) .check-python .check-extras .check-op .new-venv
 .NOTPARALLEL:
 
@@ -115,9 +116,7 @@ then_on_cuda = $(if $(cuda),; cpu=$$?; $(PY) -m pytest -q $(ARGS) $(on_cuda) $(1
 	[ $$cpu$$cuda = 00 ] || [ $$cpu$$cuda = 05 ] || [ $$cpu$$cuda = 50 ])
 executed := tests/kernels tests/proof/execute simgpu/tests/executor -m "not gpu and not slow" -n auto --maxprocesses 4
 ARCHS ?= sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
-RECORD ?= kernels/proof/executed.jsonl
 SIMGPU_ARCHS ?= 80 90 100
-SIMGPU_RECORD ?= simgpu/record.jsonl
 on_simgpu := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(SIMGPU)/bin/python -m pytest -p simgpu.plugin -q -n 2 --dist worksteal
 # The project's tests of training, with CUDA as their device; that of documents needs pyarrow.
 as_cuda := --simgpu --simgpu-gpus 4 -m "not slow and not gpu"
@@ -155,19 +154,19 @@ test-full: $(call env,dev) ## run all tests that this machine can run
 op: .check-op $(call env,dev) ## check one op in a minute: conformance, compiled cases, registers, lint; OP=norm
 	$(PY) $(conformance) -m "not gpu" -k "not fp16" --dist worksteal --durations 3 $(ARGS)
 	$(if $(has_kernels),$(PY) $(conformance) -m quick --execute sm_90)
-	$(if $(has_kernels),$(PY) -m kernels.aot --op $(OP) --arch $(ARCH) --changed)
+	$(if $(has_kernels),$(PY) -m kernels.aot --op $(OP) --arch $(ARCH) --base $(BASE))
 	$(PY) -m ruff check kernels/$(OP)
 	$(PY) -m ruff format --check kernels/$(OP)
 	$(PY) -m pyright --pythonpath "$$(command -v $(PY))" fastgpt/kernels/$(OP)
 
-budget: $(call env,dev) ## do changed kernels need more registers, memory or instructions? (ARGS=--record accepts it)
-	$(PY) -m kernels.aot --changed $(ARGS)
+gate: $(call env,dev) ## do changed kernels need more than at BASE, or give other bits?
+	$(PY) -m kernels.aot --base $(BASE) $(ARGS)
 
 parity: $(call env,dev) ## are the kernels right? on CUDA, or without it their compiled code on the CPU
 	$(PY) -m pytest -q $(if $(cuda),$(on_cuda) gpu,$(executed) -k "not fp16" --execute sm_80,sm_90) $(ARGS)
 
-parity-full: $(call env,dev) ## every problem, compiled for every arch, on the CPU; writes the record
-	$(PY) -m pytest -q $(executed) --execute $(ARCHS) --record $(RECORD) $(ARGS)
+parity-full: $(call env,dev) ## every problem, compiled for every arch, on the CPU
+	$(PY) -m pytest -q $(executed) --execute $(ARCHS) $(ARGS)
 
 simgpu: $(SIMGPU)/.installed ## run the CUDA half on a simulated GPU (its environment: build/simgpu)
 	failed=; $(on_simgpu) simgpu/tests/cuda -m "not slow" $(ARGS) || failed=1; \
@@ -178,13 +177,11 @@ simgpu-brief: $(SIMGPU)/.installed ## of these the tests that each change must p
 	$(on_simgpu) simgpu/tests/cuda -m "not slow and not long" $(ARGS)
 
 simgpu-full: $(SIMGPU)/.installed ## the kernels' CUDA tests on SIMGPU_ARCHS, all other tests of CUDA, make gpu's stages: hours
-	rm -f $(SIMGPU_RECORD).new
 	failed=; for arch in $(SIMGPU_ARCHS); do $(on_simgpu) -m gpu --simgpu --simgpu-arch $$arch --simgpu-gpus 2 \
-	--simgpu-record $(SIMGPU_RECORD).new tests/kernels/cuda || failed=1; done; \
-	$(on_simgpu) -m gpu --simgpu --simgpu-record $(SIMGPU_RECORD).new tests/train/test_cuda.py tests/data || failed=1; \
-	$(on_simgpu) $(as_cuda) --simgpu-record $(SIMGPU_RECORD).new $(of_cuda) || failed=1; \
-	$(on_simgpu) -m slow simgpu/tests/cuda || failed=1; \
-	mv $(SIMGPU_RECORD).new $(SIMGPU_RECORD); [ -z "$$failed" ]
+	tests/kernels/cuda || failed=1; done; \
+	$(on_simgpu) -m gpu --simgpu tests/train/test_cuda.py tests/data || failed=1; \
+	$(on_simgpu) $(as_cuda) $(of_cuda) || failed=1; \
+	$(on_simgpu) -m slow simgpu/tests/cuda || failed=1; [ -z "$$failed" ]
 
 rehearsal: $(SIMGPU)/.installed ## what make gpu does, tiny, on a simulated GPU: 15 min (CUDA_BUILD="torch===2.11.0 triton===3.6.0")
 	OMP_NUM_THREADS=1 $(SIMGPU)/bin/python -m simgpu --memory 8GiB -m bench.gpu first second --rehearse --out build/rehearsal $(ARGS)

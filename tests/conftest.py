@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 from tests import interpreter, warm
-from tests.executed import Recorder
+from tests.executed import Counter
 
 settings.register_profile("any machine", deadline=None)  # a busy one may take a second for any case
 settings.load_profile("any machine")
@@ -31,8 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--execute", metavar="ARCHS", type=archs, help=text)
     text = "of the kernels' tests a short selection for the ops in kernels/OP, such as norm"
     parser.addoption("--op", metavar="OP", help=text)
-    text = "file for a line of JSON for each test that --execute runs"
-    parser.addoption("--record", metavar="FILE", help=text)
 
 
 def archs(text: str) -> list[int]:
@@ -51,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
             if importlib.util.find_spec("triton"):
                 interpreter.make_faster()
     if config.getoption("execute") and not IN_XDIST_WORKER:
-        config.pluginmanager.register(Recorder(config.getoption("record")))
+        config.pluginmanager.register(Counter())
     config.add_cleanup(warm.stop)
     if IN_XDIST_WORKER:
         # Workers share the cores among them already; the variable reaches what the tests start.

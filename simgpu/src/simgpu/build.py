@@ -42,7 +42,7 @@ HOOK = {
     "METADATA": "Metadata-Version: 2.1\nName: simgpu-hook\nVersion: 1\n",
     "entry_points.txt": "[torch.backends]\nsimgpu = simgpu:_after_torch\n",
 }
-"""Distribution with the entry point that `import torch` calls; on the path of our processes only."""
+"""Distribution with the entry point that `import torch` calls, on the path of our processes."""
 PTXAS = """#!/bin/sh
 # The assembler, which puts behind its result the PTX that it came from: that is what is run.
 '{}' "$@" || exit

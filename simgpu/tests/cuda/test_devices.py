@@ -35,7 +35,7 @@ def test_it():
     assert torch.cuda.get_device_capability() == (8, 0)
     assert torch.ones(3, device="cuda").sum().item() == 3
 """)
-    flags = "-p simgpu.plugin --simgpu --simgpu-arch 80 -q".split()
+    flags = ["-p", "simgpu.plugin", "--simgpu", "--simgpu-arch", "80", "-q"]
     command = [sys.executable, "-m", "pytest", *flags]
     subprocess.run([*command, "test_it.py"], cwd=tmp_path, check=True, capture_output=True)
 
