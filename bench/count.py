@@ -29,7 +29,7 @@ from fastgpt.errors import UserError, run_command
 from fastgpt.kernels.cross_entropy.chunks import GPU_SHARE, chunk_on_gpu
 from fastgpt.kernels.runtime import H100_BYTES, H100_PROCESSORS
 
-RECORD = Path(__file__).with_name("counts.json")
+RECORD = Path(__file__).parent / "results" / "counts.json"
 PAGE = report.DOCS / "benchmarks" / "counts.md"
 RECIPE, BATCH, CONTEXT = "gpt2-124m", 16, 1024  # the step that is counted
 BATCHES, TOKENS = (4, 8), 64  # numbers of sequences in a small step, and tokens in each
@@ -159,7 +159,7 @@ ABOUT = """\
 What a step of {recipe} with B = {batch}, T = {context} ({precision}, {optimizer}) launches and \
 moves on one GPU. It was counted on the [simulated GPU](../simgpu.md), which has no speed: \
 [bench/count.py](../../bench/count.py) says how, and the record is \
-[bench/counts.json](../../bench/counts.json).
+[bench/results/counts.json](../../bench/results/counts.json).
 
 f(L, N) = a + b L + c N + d L N, from two L and N = 256 and 512 tokens in sequences of 64 (the \
 corners in the record); the whole step has L = {layers}, N = {tokens:,}, and the launches of the \

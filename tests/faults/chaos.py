@@ -294,7 +294,8 @@ def main(
             folder = Path(place, "work")
             record[name] = run_work(WORKS[name], share, folder, random.Random(f"{seed} {name}"))
         os.chdir(ROOT)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    lines = (f"{json.dumps(name)}: {json.dumps(work)}" for name, work in record.items())
+    out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(table(record))
     return int(any(found["faults"] for found in record.values()))
 
