@@ -22,7 +22,7 @@ settings.load_profile("any machine")
 
 
 SIMULATED = "SIMGPU" in os.environ
-"""Whether the tests run on a simulated GPU (docs/simgpu.md)."""
+"""Whether the tests run on a simulated GPU (docs/proof.md)."""
 IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
