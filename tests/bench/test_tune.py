@@ -41,7 +41,7 @@ def test_predicted_time_is_that_of_the_tiles(bits, issued, waits, clocks, monkey
     """A head of 512 tokens has 12 whole tiles and 8 that are masked, as counted by hand."""
     monkeypatch.setitem(spec.SHAPES, 64, (1, 512, 1))
     loops = [Loop(n, {"fp32": n * issued}, 0, 0, waits=waits) for n in (1, 2)]
-    code = CompileResult(spec.FWD, 90, "", 8, 3, 250, loops=loops)  # one block of 8 warps
+    code = CompileResult(spec.FWD, 90, "", 8, 250, loops=loops)  # one block of 8 warps
     found = tune.predict(Slot(90, {**ROW, "bits": bits, "D": 64}), TILE, code)
     assert found == pytest.approx(clocks / 132 / 1.83e6)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fastgpt.kernels.fences import add_fences
-from simgpu.executor import FaultError, Launch, compile_launch, run_launch
+from fastgpt.kernels.proof.fenced import compile_launch, executor, run_launch
 
 SIZE, TILES = 64, 5
 
@@ -37,13 +37,13 @@ def main() -> None:
     for arch in (80, 90, 100, 110):
         out = torch.empty(SIZE, SIZE)
         meta = {"SIZE": SIZE, "num_warps": 4, "num_stages": 2}
-        launch = Launch(two_products, (x, y, out, TILES), meta, (1,))
+        launch = executor.Launch(two_products, (x, y, out, TILES), meta, (1,))
         compiled = compile_launch(launch, arch)
         for name, ptx in (("as compiled", compiled.ptx), ("with fences", add_fences(compiled.ptx))):
             try:
                 run_launch(replace(compiled, ptx=ptx), launch)
                 said = str(torch.allclose(out, expected, atol=1e-2, rtol=1e-2))
-            except FaultError as fault:
+            except executor.FaultError as fault:
                 said = str(fault)
             print(f"Triton {triton.__version__}, sm_{arch}, {name}: {said}")
 
