@@ -145,16 +145,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", default=[""], metavar="TEXT", help="only names that contain a TEXT")
     add("--base", nargs="?", const="", metavar="COMMIT", help="compare with a commit")
     add("--static", action="store_true", help="show the speed limit of each main loop")
-    add("--modules", nargs="+", default=(), metavar="NAME", help="`variants` of these modules")
     add("--jobs", type=int, default=os.cpu_count(), help="compilations at a time [cores]")
     return parser.parse_args(argv)
 
 
-def check(configs: Sequence[Config], args: argparse.Namespace) -> int:
+def check(configs: Sequence[Config], jobs: int | None = None, *, static: bool = False) -> int:
     """Compiles configurations and shows them; returns how many break a rule."""
-    rows = list(compile_all(configs, args.jobs))
+    rows = list(compile_all(configs, jobs))
     print(table(rows))
-    if args.static:
+    if static:
         print(f"\n{static_table(rows)}\n")
     broken = {row.key: problems for row in rows if (problems := wrong(row))}
     for key, problems in broken.items():
@@ -169,13 +168,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if INTERPRETING:
             raise BadUsageError("unset TRITON_INTERPRET, because the interpreter compiles nothing")
-        found = configs_of(args.arch, args.op or (), args.modules)
+        found = configs_of(args.arch, args.op or ())
         configs = [c for c in found if any(text in c.key for text in args.only)]
         if not configs:
             asked = f"--op {' '.join(args.op)}" if args.op else f"--only {' '.join(args.only)}"
             raise BadUsageError(f"no configuration matches {asked}")
         if args.base is None:
-            return int(check(configs, args) > 0)
+            return int(check(configs, args.jobs, static=args.static) > 0)
         return int(compare_with(args.base or usual_base(), configs, args) > 0)
     except BadUsageError as error:
         print(f"kernels.aot: {error}")

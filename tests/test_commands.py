@@ -47,7 +47,7 @@ SHORTER = [
     ),
     (r"^make train$", rf"make train ARGS='{TINY}'"),
     (r"^make (test|test-full)( ARGS=.*)?$", r"make \1 ARGS='-n0 tests/test_architecture.py'"),
-    (r"^make parity(-full)?$", rf"\g<0> RECORD=out.jsonl ARGS='-n0 -k {ONE_CASE}'"),
+    (r"^make parity(-full)?$", rf"\g<0> ARGS='-n0 -k {ONE_CASE}'"),
     (r"^make mutants$", "make mutants ARGS='--count 0'"),
     (r"^make chaos$", "make chaos ARGS='--tries 1 --only preparing --out out.json'"),
     (r"^make bench$", f"make bench ARGS='{DROPOUT} --out out'"),

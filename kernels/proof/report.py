@@ -9,7 +9,6 @@ and gradient, and faults.
 
 import argparse
 import hashlib
-import importlib
 import json
 import os
 import sys
@@ -26,7 +25,7 @@ from ..parity import complaints, errors, outputs_and_gradients
 from ..runtime import executing, family
 from ..spec import Problem, Spec
 from ..specs import SPECS, VARIANTS
-from .compile import CompileResult, Config, collect, compile_all, fingerprint
+from .compile import CompileResult, Config, Variants, collect, compile_all, fingerprint
 from .rules import ARCHS, Report, wrong
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -36,22 +35,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def configs_of(
-    archs: Iterable[int], ops: Sequence[str] = (), modules: Sequence[str] = ()
+    archs: Iterable[int], ops: Sequence[str] = (), variants: Iterable[Variants] = VARIANTS
 ) -> list[Config]:
-    """Returns the shipped variants of archs; `modules` has their `variants` in place of ours."""
-    variants = [importlib.import_module(name).variants for name in modules] or VARIANTS
+    """Returns the shipped variants of archs, or those of other functions like `Spec.variants`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "attention was never tuned")
         found = list(collect(variants, archs))
     return [config for config in found if not ops or config.folder in ops]
 
 
-def specs_of(ops: Sequence[str] = (), modules: Sequence[str] = ()) -> list[Spec]:
+def specs_of(ops: Sequence[str] = ()) -> list[Spec]:
     """Returns the specs whose results can be compared: those without random numbers."""
-    found = [spec for name in modules for spec in importlib.import_module(name).SPECS]
-    found = found if modules else list(SPECS.values())
-    of_op = [spec for spec in found if not ops or spec.inputs.__module__.split(".")[-2] in ops]
-    return [spec for spec in of_op if spec.random is None]
+    found = [spec for spec in SPECS.values() if spec.random is None]
+    return [spec for spec in found if not ops or spec.inputs.__module__.split(".")[-2] in ops]
 
 
 # --- what is reported -----------------------------------------------------------------------------
@@ -173,11 +169,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--arch", type=family, nargs="+", choices=ARCHS)
     add("--op", nargs="+", default=())
     add("--problems", type=int)
-    add("--modules", nargs="+", default=())
     add("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args(argv)
     archs = args.arch or ([90] if args.brief else [80, 90, 100])
-    configs, specs = configs_of(archs, args.op, args.modules), specs_of(args.op, args.modules)
+    configs, specs = configs_of(archs, args.op), specs_of(args.op)
     prints = [fingerprint(config) for config in configs]
     if args.known:
         known = json.loads(args.known.read_text(encoding="utf-8"))

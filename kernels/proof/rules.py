@@ -88,15 +88,18 @@ Found = Iterator[tuple[str, str, bool]]
 
 
 def _form(old: Report | None, new: Report, growth: float) -> Found:
-    known = old["problems"] if old else []
+    known = list(old["problems"]) if old else []
+    comparable = old is not None and not old["error"] and not new["error"]
+    if comparable:  # bytes are compared below
+        known += [text for text in new["problems"] if text.startswith("spills")]
     for text in new["problems"]:
         if text not in known:
             yield "limits", text, True
-    if old is None or old["error"] or new["error"]:
+    if old is None or not comparable:
         return
     for kind, name in (
-        ("registers", "registers"), ("shared", "shared"), ("shared", "columns"),
-        ("instructions", "instructions"), ("ceiling", "clocks"),
+        ("limits", "spilled"), ("registers", "registers"), ("shared", "shared"),
+        ("shared", "columns"), ("instructions", "instructions"), ("ceiling", "clocks"),
     ):  # fmt: skip
         if (a := old[name]) != (b := new[name]):
             more = _changed(old["units"], new["units"]) if kind == "instructions" else ""
