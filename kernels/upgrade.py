@@ -22,8 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from .aot import BadUsageError
-from .proof.rules import ARCHS, Report, compare, show
-from .runtime import family
+from .proof.report import flags
+from .proof.rules import Report, compare, show
 
 GROWTH = 0.1
 """Share by which a resource may grow; a change of speed shows in the ceiling."""
@@ -41,20 +41,15 @@ def installed_into(folder: Path, release: str) -> Path:
     return target
 
 
-def report_with(release: str, args: argparse.Namespace) -> Report:
-    """Reports what a version of Triton makes of the kernels."""
-    target = installed_into(args.folder, release).resolve()
-    out = (args.folder / f"{release}{'-brief' * args.brief}.json").resolve()
+def report_with(release: str, folder: Path, passed_on: list[str]) -> Report:
+    """Reports what a version of Triton makes of the kernels; flags of `report` are passed on."""
+    target, out = installed_into(folder, release).resolve(), (folder / f"{release}.json").resolve()
     out.unlink(missing_ok=True)
     paths = [str(target), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("TRITON_INTERPRET", None)
-    asked = ["--out", str(out), "--jobs", str(args.jobs), *["--brief"] * args.brief]
-    for name in ("arch", "op", "problems"):
-        if values := getattr(args, name):
-            asked += [f"--{name}", *map(str, values if isinstance(values, list) else [values])]
     print(f"Triton {release}", flush=True)
-    command = [sys.executable, "-m", "fastgpt.kernels.proof.report", *asked]
+    command = [sys.executable, "-m", "fastgpt.kernels.proof.report", "--out", str(out), *passed_on]
     if subprocess.run(command, env=environment).returncode or not out.exists():
         raise BadUsageError(f"the kernels do not run with Triton {release}: see above")
     return json.loads(out.read_text(encoding="utf-8"))
@@ -66,38 +61,25 @@ def released(text: str) -> str:
     return text
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of problems, such as 3")
-    return int(text)
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
     cache = Path(os.environ.get("FASTGPT_CACHE", "~/.cache/fastgpt")).expanduser()
-    parser = argparse.ArgumentParser(
-        prog="python -m kernels.upgrade",
-        usage="%(prog)s --to VERSION [--FLAG VALUE ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add = own.add_argument
     add("--to", type=released, required=True, metavar="VERSION", help="Triton to move to")
     add("--from", dest="old", type=released, default=version("triton"), metavar="VERSION",
         help="Triton to compare with [the installed one]")  # fmt: skip
-    add("--brief", action="store_true", help="one form of each kernel, one problem of each op")
-    add("--arch", type=family, nargs="+", choices=ARCHS, help="GPU archs [80 90 100; brief: 90]")
-    add("--op", nargs="+", metavar="OP", help="only the kernels of these folders, such as norm")
-    add("--problems", type=positive, metavar="N", help="problems of each op to execute [all]")
     add("--folder", type=Path, default=cache / "upgrade", help="folder of the versions and reports")
-    add("--jobs", type=int, default=os.cpu_count(), help="compilations at a time [cores]")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.upgrade",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[own, flags()],
+        allow_abbrev=False,
+    )
+    args, (_, passed_on) = parser.parse_args(argv), own.parse_known_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     try:
-        old, new = report_with(args.old, args), report_with(args.to, args)
+        old, new = (report_with(release, args.folder, passed_on) for release in (args.old, args.to))
         if not new["forms"] and not new["results"]:
             raise BadUsageError(f"no kernel was selected by --op {' '.join(args.op or ())}")
     except BadUsageError as error:

@@ -17,11 +17,6 @@ from .. import fences
 from ..runtime import Launch, recording
 from .sass import Ceiling, Loop, ceiling, disassemble, instructions, loops, unit_of
 
-SETTINGS = (
-    "BLOCK_M", "BLOCK_N", "BLOCK_P", "ROWS", "LANES", "STAGES", "num_warps", "num_stages", "maxnreg"
-)  # fmt: skip
-"""Launch arguments that are free to choose, because they change no result."""
-
 FENCE = re.compile(
     r"fence\.proxy\.async|cp\.async\.wait_group|wgmma\.wait_group|wgmma\.fence|tcgen05\.wait"
     r"|tcgen05\.fence|mbarrier\.try_wait|bar(?:rier)?\.sync"
@@ -72,12 +67,6 @@ class Config:
     def folder(self) -> str:
         """Name of the folder of kernels/ that has the kernel."""
         return self.launch.kernel.fn.__module__.split(".")[-2]
-
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        """Settings that a table or function chose; configurations with equal ones count as one."""
-        chosen = {k: v for k, v in self.launch.meta.items() if k in SETTINGS}
-        return self.arch, self.kernel, *sorted(chosen.items())
 
 
 @dataclass(slots=True)

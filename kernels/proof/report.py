@@ -160,16 +160,24 @@ def what_differs(
 # --- command --------------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.proof.report", description=__doc__)
+def flags() -> argparse.ArgumentParser:
+    """Returns the flags that choose what is reported, also for `kernels.upgrade`."""
+    parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
-    add("--out", type=Path, required=True)
+    add("--brief", action="store_true", help="one form of each kernel, one problem of each op")
+    add("--arch", type=family, nargs="+", choices=ARCHS, help="GPU archs [80 90 100; brief: 90]")
+    add("--op", nargs="+", default=(), help="only the kernels of these folders, such as norm")
+    add("--problems", type=int, metavar="N", help="problems of each op to execute [all]")
+    add("--jobs", type=int, default=os.cpu_count(), help="compilations at a time [cores]")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    name = "python -m kernels.proof.report"
+    parser = argparse.ArgumentParser(prog=name, description=__doc__, parents=[flags()])
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="file to write")
     add("--known", type=Path, help="fingerprints of what need not be compiled or executed")
-    add("--brief", action="store_true")
-    add("--arch", type=family, nargs="+", choices=ARCHS)
-    add("--op", nargs="+", default=())
-    add("--problems", type=int)
-    add("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args(argv)
     archs = args.arch or ([90] if args.brief else [80, 90, 100])
     configs, specs = configs_of(archs, args.op), specs_of(args.op)
