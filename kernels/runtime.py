@@ -1,17 +1,18 @@
 """Runtime of all Triton ops: where kernels run, and how they are launched and registered.
 
-An op is registered once, as an `Op`, and is then one node to torch.compile. Launchers allocate
+An op is registered once, as an `Op`, and is then one node to torch.compile. All is allocated
 with `torch.empty` alone (tests replace it by one that puts poisoned rows around every buffer) and
-launch through `launch` alone, which counts launches and can hand them to a fake device instead:
+launched through `launch` alone, which counts launches and can hand them to a fake device instead:
 `kernels.aot` compiles exactly what is recorded, `simgpu.executor` runs it on the CPU. Nothing
 here imports triton, which macOS lacks.
 """
 
 import functools
 import os
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -167,22 +168,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         patch_bf16()
         kernel[grid](*args, **meta)
         return
-    sm = arch(args[0].device)
-    if fences.needs_fence(sm):
-        with fences.compile_with_fences(kernel, sm):
-            _launch_on(args[0].device, kernel, grid, args, meta)
-    else:
-        _launch_on(args[0].device, kernel, grid, args, meta)
-
-
-def _launch_on(
-    device: torch.device, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Any
-) -> None:
-    if device.index == torch.cuda.current_device():
+    device: torch.device = args[0].device
+    elsewhere, sm = device.index != torch.cuda.current_device(), arch(device)
+    with (
+        torch.cuda.device(device) if elsewhere else nullcontext(),
+        fences.compile_with_fences(kernel, sm) if fences.needs_fence(sm) else nullcontext(),
+    ):
         kernel[grid](*args, **meta)
-    else:
-        with torch.cuda.device(device):
-            kernel[grid](*args, **meta)
 
 
 # --- registration ---------------------------------------------------------------------------------
@@ -253,6 +245,31 @@ class Op:
 
     def _refuse(self, ctx: Any, *gradients: Tensor | None) -> NoReturn:
         raise NotImplementedError(f"{self.name} cannot be differentiated: no double backward")
+
+
+def like(x: Tensor) -> Tensor:
+    """Allocates a contiguous tensor of the shape, dtype and device of x, whatever its strides."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def filled(outputs: Callable[..., Any], launcher: str) -> Callable[..., Any]:
+    """Makes the function that runs an op: it allocates the outputs, which a launcher then fills.
+
+    Args:
+        outputs: allocates them by `torch.empty`, for the op's arguments.
+        launcher: "module:name", called as launcher(*arguments, *outputs). Its module is imported
+            when first run, because triton is missing on macOS and slow to import.
+    """
+
+    def run(*args: Any) -> Any:
+        made = outputs(*args)
+        _resolved(launcher)(*args, *((made,) if isinstance(made, Tensor) else made))
+        return made
+
+    return run
+
+
+_resolved = functools.cache(pkgutil.resolve_name)
 
 
 @functools.cache

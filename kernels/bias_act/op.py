@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..checks import check_float
 from ..invariant import elementwise, is_batch_invariant
-from ..runtime import Op, autocast_dtype, runs_kernels
+from ..runtime import Op, autocast_dtype, filled, like, runs_kernels
 from ..sums import split_grads
 
 # --- reference ------------------------------------------------------------------------------------
@@ -71,33 +71,22 @@ def bias_act_ref(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 
 # --- op -------------------------------------------------------------------------------------------
-# The kernels are imported when first run: triton is missing on macOS and slow to import.
 
 
-def _fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    from .device import bias_act_fwd
-
-    return bias_act_fwd(x, bias, kind, dtype)
+def _output(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty((*x.shape[:-1], _features(x, kind)), dtype=dtype, device=x.device)
 
 
-def _bwd(*args: Any) -> tuple[Tensor, Tensor]:
-    from .device import bias_act_bwd
-
-    return bias_act_bwd(*args)
-
-
-def _fwd_fake(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _features(x, kind)), dtype=dtype)
-
-
-def _bwd_fake(
+def _grads(
     dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, wanted: bool
 ) -> tuple[Tensor, Tensor]:
+    """Allocates dx, and partial sums of dbias (P, N), (P, 0) if unwanted."""
     from .device import bwd_plan
 
     N = x.shape[-1]
     _, programs, _ = bwd_plan(x.numel() // N, _features(x, kind), kind, x.device)
-    return x.new_empty(x.shape), x.new_empty((programs, N * wanted), dtype=torch.float32)
+    parts = torch.empty((programs, N * wanted), dtype=torch.float32, device=x.device)
+    return like(x), parts
 
 
 def _features(x: Tensor, kind: str) -> int:
@@ -121,13 +110,13 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
 
 _bias_act_bwd = Op(
     "bias_act_bwd(Tensor dy, Tensor x, Tensor? bias, str kind, bool wanted) -> (Tensor, Tensor)",
-    _bwd,
-    _bwd_fake,
+    filled(_grads, f"{__package__}.device:bias_act_bwd"),
+    _grads,
 )
 _bias_act_fwd = Op(
     "bias_act_fwd(Tensor x, Tensor? bias, str kind, ScalarType dtype) -> Tensor",
-    _fwd,
-    _fwd_fake,
+    filled(_output, f"{__package__}.device:bias_act_fwd"),
+    _output,
     setup_context=_setup_context,
     backward=_backward,
 )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
 from ..invariant import attention_invariant, is_batch_invariant
-from ..runtime import Op, autocast_dtype, runs_kernels, without_autocast
+from ..runtime import Op, autocast_dtype, filled, like, runs_kernels, without_autocast
 
 
 def decode_attention_ref(
@@ -87,18 +87,15 @@ def whole_cache(cache: Tensor, block_table: Tensor | None) -> Tensor:
 # --- the op ---------------------------------------------------------------------------------------
 
 
-def _fwd(*args: Any) -> Tensor:
-    # imported when first run: triton is missing on macOS and slow to import
-    from .device import decode_attention_fwd
-
-    return decode_attention_fwd(*args)
+def _output(q: Tensor, *_: Any) -> Tensor:
+    return like(q)
 
 
 _decode_attention_fwd = Op(
     "decode_attention_fwd(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, "
     "Tensor? starts, Tensor? block_table, float scale) -> Tensor",
-    _fwd,
-    lambda q, *_: q.new_empty(q.shape),
+    filled(_output, f"{__package__}.device:decode_attention_fwd"),
+    _output,
 )
 
 

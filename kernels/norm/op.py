@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_float
-from ..runtime import Op, autocast_dtype, runs_kernels
+from ..runtime import Op, autocast_dtype, filled, runs_kernels
 from ..sums import split_grads
 
 MAX_N = 16_384
@@ -67,55 +67,41 @@ def residual_sum(x: Tensor, x_bias: Tensor | None, residual: Tensor) -> Tensor:
 
 
 # --- ops ------------------------------------------------------------------------------------------
-# The kernels are imported when first run: triton is missing on macOS and slow to import.
 
 
-def _fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from .device import norm_fwd
-
-    return norm_fwd(*args)
-
-
-def _bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from .device import norm_bwd
-
-    return norm_bwd(*args)
-
-
-def _fwd_fake(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    x_bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = x.new_empty(0, dtype=dtype)
+def _outputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    x_bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Allocates y, the sum with the residual, empty without one, and the row statistics."""
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    total = torch.empty(0, dtype=dtype, device=x.device)
     if residual is not None:
-        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    stats = x.new_empty((2 if centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dtype), total, stats
+        summed = torch.promote_types(x.dtype, residual.dtype)
+        total = torch.empty(x.shape, dtype=summed, device=x.device)
+    rows = x.numel() // x.shape[-1]
+    stats = torch.empty((2 if centred else 1, rows), dtype=torch.float32, device=x.device)
+    return y, total, stats
 
 
-def _bwd_fake(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    stats: Tensor,
-    weight: Tensor | None,
-    dx_dtype: torch.dtype,
-    dresidual_dtype: torch.dtype | None,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _grads(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None,
+    dx_dtype: torch.dtype, dresidual_dtype: torch.dtype | None, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Allocates dx, dresidual and parts.
+
+    dresidual is empty without a dtype for it. parts (P, V N) fp32 are partial sums of the V wanted
+    ones of dweight, dbias and dx_bias.
+    """
     from .device import bwd_plan
 
     apart, vectors, N = dresidual_dtype is not None, sum(wanted), x.shape[-1]
     _, programs, _ = bwd_plan(x.numel() // N, N, x.device, apart, vectors)
-    dresidual = x.new_empty(x.shape if apart else 0, dtype=dresidual_dtype or dx_dtype)
-    parts = x.new_empty((programs, vectors * N), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dx_dtype), dresidual, parts
+    dx = torch.empty(x.shape, dtype=dx_dtype, device=x.device)
+    dresidual = torch.empty(
+        x.shape if apart else 0, dtype=dresidual_dtype or dx_dtype, device=x.device
+    )
+    return dx, dresidual, torch.empty((programs, vectors * N), device=x.device, dtype=torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -152,28 +138,24 @@ _norm_bwd = Op(
     "norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor stats, Tensor? weight, "
     "ScalarType dx_dtype, ScalarType? dresidual_dtype, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor)",
-    _bwd,
-    _bwd_fake,
+    filled(_grads, f"{__package__}.device:norm_bwd"),
+    _grads,
 )
 _norm_fwd = Op(
     "norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? x_bias, "
     "float eps, bool centred, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    _fwd,
-    _fwd_fake,
+    filled(_outputs, f"{__package__}.device:norm_fwd"),
+    _outputs,
     setup_context=_setup_context,
     backward=_backward,
 )
 
 
-def _run(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    x_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def run(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    x_bias: Tensor | None = None, *, eps: float, centred: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Computes any of the norms, as `norm_ref` does."""
     _check(x, residual, eps, weight=weight, bias=bias, x_bias=x_bias)
     if not runs_kernels(x.device):
         return norm_ref(x, weight, bias, eps, residual=residual, x_bias=x_bias, centred=centred)
@@ -216,7 +198,7 @@ def layer_norm(
     Raises:
         ValueError: a shape, dtype or device is not as above.
     """
-    return _run(x, None, weight, bias, eps, centred=True)[0]
+    return run(x, None, weight, bias, eps=eps, centred=True)[0]
 
 
 def add_layer_norm(
@@ -244,12 +226,12 @@ def add_layer_norm(
     Raises:
         ValueError: a shape, dtype or device is not as above.
     """
-    return _run(x, residual, weight, bias, eps, True, x_bias)
+    return run(x, residual, weight, bias, x_bias, eps=eps, centred=True)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Computes x / sqrt(mean(x**2) + eps) * weight; for arguments and result see `layer_norm`."""
-    return _run(x, None, weight, None, eps, centred=False)[0]
+    return run(x, None, weight, None, eps=eps, centred=False)[0]
 
 
 def add_rms_norm(
@@ -261,4 +243,4 @@ def add_rms_norm(
     x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (rms_norm(total), total) for total = x + x_bias + residual; see `add_layer_norm`."""
-    return _run(x, residual, weight, None, eps, False, x_bias)
+    return run(x, residual, weight, None, x_bias, eps=eps, centred=False)

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from ..proof.compile import Variant
-from ..spec import Make, Problem, Spec, Work, rows, work
+from ..spec import STRUCTURAL, Changes, Make, Problem, Spec, Work, meta, rows, short, step, work
 from . import op
 
 FWD, DOTS, BWD = "_norm_fwd_kernel", "_norm_dots_kernel", "_norm_bwd_kernel"
@@ -40,44 +40,28 @@ def variants(arch: int) -> Iterator[Variant]:
 
 
 def variant(
-    n: int,
-    dtype: torch.dtype,
-    weight: torch.dtype,
-    residual: torch.dtype | None = None,
-    *,
-    bias: bool = True,
-    centred: bool = True,
-    x_bias: bool = False,
-) -> Variant:
-    def make(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
-        return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
-
+    n: int, dtype: torch.dtype, weight: torch.dtype, residual: torch.dtype | None = None, *,
+    bias: bool = True, centred: bool = True, x_bias: bool = False,
+) -> Variant:  # fmt: skip
     def run() -> None:
-        from ..rows import reduce_partials
-        from .device import norm_bwd, norm_fwd
+        w, b, xb = (meta(n, dtype=weight) if given else None for given in (True, bias, x_bias))
+        x, r = (meta(4096, n, dtype=of) if of else None for of in (dtype, residual))
 
-        x = y = torch.empty(4096, n, dtype=dtype, device="meta")
-        w, b, xb = (make(weight if given else None, n) for given in (True, bias, x_bias))
-        r = make(residual, 4096, n)
-        _, total, stats = norm_fwd(x, r, w, b, xb, 1e-5, centred, dtype)
-        saved, other = (x, None) if r is None else (total, residual if residual != dtype else None)
-        dtotal = None if r is None else total
-        wanted = [True, bias, x_bias]
-        *_, parts = norm_bwd(y, dtotal, saved, stats, w, dtype, other, wanted)
-        reduce_partials([parts])
+        def norm(*tensors: Tensor) -> Any:
+            found = op.run(*tensors, eps=1e-5, centred=centred)
+            return found if residual else found[0]
 
-    names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", None: ""}
-    parts = ["layer" if centred else "rms", f"N={n} {names[dtype]} weight={names[weight]}"]
-    parts += (
-        ["bias"] * bias
-        + ["x_bias"] * x_bias
-        + [f"residual={names[residual]}"] * (residual is not None)
-    )
+        step(norm, x, r, w, b, xb)
+
+    parts = ["layer" if centred else "rms", f"N={n} {short(dtype)} weight={short(weight)}"]
+    parts += ["bias"] * bias + ["x_bias"] * x_bias
+    parts += [f"residual={short(residual)}"] * (residual is not None)
     return Variant(" ".join(parts), run)
 
 
+NO_WEIGHT: Problem = {"M": (3, 7), "N": 24, "eps": 0.1, "without": ("weight", "bias")}
 PROBLEMS: dict[str, Problem] = {
-    "three-dimensions": {"M": (4, 5), "N": 24},
+    "three-dimensions": {"M": (4, 5), "N": 24, **STRUCTURAL},
     "one-row": {"M": 1, "N": 8},
     # eps of 1: with less, RMSNorm's dx is smaller than its rounding error
     "one-column": {"M": 5, "N": 1, "eps": 1.0},
@@ -86,7 +70,7 @@ PROBLEMS: dict[str, Problem] = {
     "more-tiles-than-programs": {"M": 23, "N": 520},
     "many-tiles": {"M": (3, 50), "N": 200},
     "gpt2-xl": {"M": 3, "N": 1600},
-    "no-weight": {"M": (3, 7), "N": 24, "eps": 0.1, "without": ("weight", "bias")},
+    "no-weight": {**NO_WEIGHT, **STRUCTURAL},
 }
 WIDTHS = {"gpt2-124m": 768, "gpt2-355m": 1024, "gpt2-774m": 1280, "gpt2-1558m": 1600}
 SIZES: dict[str, dict[str, Problem]] = {
@@ -172,8 +156,8 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
 
     problems = dict(PROBLEMS)
     if summed:
-        problems["x-bias"] = {"M": (2, 23), "N": 520, "x_bias": True}
-        problems["x-bias-no-weight"] = {**PROBLEMS["no-weight"], "x_bias": True}
+        problems["x-bias"] = {"M": (2, 23), "N": 520, "x_bias": True, **STRUCTURAL}
+        problems["x-bias-no-weight"] = {**NO_WEIGHT, "x_bias": True}
         problems["many-results"] = {"M": 3, "N": 4104, "x_bias": True}
         problems["widest-whole-row"] = {"M": 3, "N": 8192}
         problems["row-in-parts"] = {"M": 3, "N": WIDE}
@@ -192,10 +176,7 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         work=bytes_moved,
         problems=problems,
         sizes=SIZES,
-        structural=("three-dimensions", "no-weight", *["x-bias"] * summed),
-        growing=tuple({"M": M} for M in ((2, 5), (3, 5), (4, 8), (5, 9), 1, 17, 65_537)),
-        empty=({"M": 0}, {"M": (3, 0)}),
-        far=({"M": 3}, {"M": 3, "N": WIDE}),
+        changes=Changes(far=({"M": 3}, {"M": 3, "N": WIDE})),
     )
 
 

@@ -153,7 +153,7 @@ def axes(call: Call, launches: Iterable[Launch]) -> list[Axis]:
     found, metas = [], [launch.meta for launch in launches]
     if call.spec.name in WHOLE:
         return []
-    for name in dict.fromkeys(name for change in call.spec.growing for name in change):
+    for name in dict.fromkeys(name for change in call.spec.changes.growing for name in change):
         if isinstance(call.problem.get(name), int):
             unit = math.lcm(*(meta[b] for meta in metas for b in TILED.get(name, ()) if b in meta))
             n, rest = divmod(call.problem[name], unit)
@@ -280,7 +280,7 @@ def profile(call: Call) -> list[Profile]:
         NotExactError: no small problem foretells this one.
     """
     run = Extrapolation(call)
-    tables, least, found = run.run(), call.spec.multiply_adds(call.problem), []
+    tables, least, found = run.run(), {}, []
     for key, (launch, *more) in run.full.items():
         counters = counters_of(launch, call.arch)
         counters.table = tables[key]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checks import MAX_D, check_float, check_like
-from ..runtime import Op, runs_kernels
+from ..runtime import Op, filled, like, runs_kernels
 
 # --- reference ------------------------------------------------------------------------------------
 
@@ -63,26 +63,15 @@ def rotary_plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 # --- op -------------------------------------------------------------------------------------------
-# The kernels are imported when first run: triton is missing on macOS and slow to import.
 
 
-def _fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    from .device import rotary_fwd
-
-    return rotary_fwd(*args)
+def _outputs(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return like(q), like(k)
 
 
-def _bwd(*args: Any) -> tuple[Tensor, Tensor]:
-    from .device import rotary_bwd
-
-    return rotary_bwd(*args)
-
-
-def _bwd_fake(
-    cos: Tensor, sin: Tensor, dq: Tensor | None, dk: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    one, two = (cos.new_empty(0) if d is None else d.new_empty(d.shape) for d in (dq, dk))
-    return one, two
+def _grads(cos: Tensor, sin: Tensor, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor, ...]:
+    """Allocates the gradients of q and k, empty where none comes in."""
+    return tuple(cos.new_empty(0) if d is None else like(d) for d in (dq, dk))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -92,19 +81,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
     if dq is None and dk is None:
         return (None,) * 4
-    one, two = _rotary_bwd(*ctx.saved_tensors, dq, dk)
+    one, two = rotary_bwd(*ctx.saved_tensors, dq, dk)
     return None if dq is None else one, None if dk is None else two, None, None
 
 
-_rotary_bwd = Op(
+rotary_bwd = Op(
     "rotary_bwd(Tensor cos, Tensor sin, Tensor? dq, Tensor? dk) -> (Tensor, Tensor)",
-    _bwd,
-    _bwd_fake,
+    filled(_grads, f"{__package__}.device:rotary_bwd"),
+    _grads,
 )
-_rotary_fwd = Op(
+rotary_fwd = Op(
     "rotary_fwd(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
-    _fwd,
-    lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    filled(_outputs, f"{__package__}.device:rotary_fwd"),
+    _outputs,
     setup_context=_setup_context,
     backward=_backward,
 )
@@ -132,7 +121,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     _check(q, k, cos, sin)
     if not runs_kernels(q.device):
         return rotary_plain(q, k, cos, sin)
-    return _rotary_fwd(q, k, cos, sin)
+    return rotary_fwd(q, k, cos, sin)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

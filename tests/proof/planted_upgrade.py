@@ -75,7 +75,7 @@ SPECS = [
     Spec(
         name="planted", op=op, ref=ref, eager=ref, inputs=inputs, variants=variants,
         launches=lambda s: ("_planted_kernel",), work=lambda s, n: {},
-        problems={"five": {"M": 5}}, sizes={}, differentiable=False,
+        problems={"five": {"M": 5}}, sizes={},
     )
 ]  # fmt: skip
 

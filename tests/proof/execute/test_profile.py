@@ -1,10 +1,7 @@
 """Profiles of our kernels: the counts of small sizes foretell those of large ones."""
 
 import numpy as np
-import pytest
 
-from fastgpt.kernels.attention.plain import attention_mask
-from fastgpt.kernels.attention.spec import FWD, multiply_adds
 from fastgpt.kernels.proof.profile import at
 from tests.processes import printed_by
 
@@ -15,15 +12,6 @@ def test_a_polynomial_through_counts_is_exact_beyond_64_bit_floats():
 
     values = np.stack([count(n) for n in (3, 4, 5)])
     assert all((at(values, 3, n) == count(n)).all() for n in (0, 3, 1001))
-
-
-@pytest.mark.parametrize("masks", [{}, {"causal": False}, {"window": 9}, {"Tk": 70}, {"Tk": 20}])
-def test_products_of_attention_count_the_pairs_that_see_each_other(masks):
-    s = {"B": 2, "T": 40, "H": 3, "D": 16, **masks}
-    options = {k: masks[k] for k in ("causal", "window") if k in masks}
-    mask = attention_mask(40, s.get("Tk", 40), **{"causal": True, **options}, device="cpu")
-    pairs = 40 * 40 if mask is None else int(mask.sum())
-    assert multiply_adds(s)[FWD] == 2 * 2 * 3 * pairs * 16
 
 
 SCRIPT = """
