@@ -10,7 +10,7 @@ if __name__ == "kernels":  # imported in the repository's root: leads to fastgpt
 
     __getattr__ = stand_in(__path__)
 else:
-    from .attention.blocked import attention_blocked
+    from .attention.cpu import attention_blocked
     from .attention.dropout import attention_dropout_mask
     from .attention.op import attention, attention_packed
     from .attention.plain import attention_ref

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..proof.compile import Variant
 from ..runtime import recording
 from ..spec import STRUCTURAL, Changes, Make, Problem, Spec, Work, meta, step, work
-from .blocked import attention_blocked
+from .cpu import attention_blocked
 from .dropout import attention_dropout_mask
 from .op import attention, attention_packed
 from .plain import attention_mask, attention_seeded_ref
