@@ -43,7 +43,7 @@ LAUNCHES: Counter[str] = Counter()
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Returns True if Triton kernels run on `device`: CUDA, or any device in the interpreter."""
+    """Returns True if Triton kernels run on `device`: CUDA, or a CPU in the interpreter."""
     return _is_cuda(device) or (INTERPRETING and device.type == "cpu") or _fake_device is not None
 
 
@@ -129,24 +129,20 @@ _fake_device: FakeDevice | None = None
 def recording(arch: int) -> Iterator[list[Launch]]:
     """Records launches instead of running them, as if on a device of `arch`; use meta tensors."""
     launches: list[Launch] = []
-    with _use(FakeDevice(arch, H100_PROCESSORS, launches.append, runs=False)):
+    with executing(arch, launches.append, H100_PROCESSORS, runs=False):
         yield launches
 
 
 @contextmanager
-def executing(arch: int, run: Callable[[Launch], None], multiprocessors: int = 2) -> Iterator[None]:
+def executing(
+    arch: int, run: Callable[[Launch], None], multiprocessors: int = 2, *, runs: bool = True
+) -> Iterator[None]:
     """Hands launches to `run` as if the device of CPU tensors were of `arch`.
 
     With two multiprocessors, as in the interpreter, small problems reach the loops over rows.
     """
-    with _use(FakeDevice(arch, multiprocessors, run, runs=True)):
-        yield
-
-
-@contextmanager
-def _use(device: FakeDevice) -> Iterator[None]:
     global _fake_device
-    before, _fake_device = _fake_device, device
+    before, _fake_device = _fake_device, FakeDevice(arch, multiprocessors, run, runs)
     try:
         yield
     finally:

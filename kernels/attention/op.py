@@ -6,10 +6,6 @@ Shapes
 Source
     Vaswani et al. 2017, arXiv:1706.03762, eq. 1.  Grouped heads: Ainslie et al. 2023,
     arXiv:2305.13245.  Backward and traffic: docs/kernels/attention.md.
-
-On CUDA, and on CPU tensors in Triton's interpreter, the kernels of `forward` and `backward` run;
-anywhere else the plain form, `kernels.attention.plain`, does. A gradient of a gradient raises where
-the kernels run.
 """
 
 from collections.abc import Callable

@@ -109,20 +109,28 @@ def attention_ref(
         dropout_mask: bool (B, H, Tq, Tk), True where a weight is kept; drawn at random if None.
     """
     check_qkv(q, k, v)
-    B, Tq, H, D = q.shape
-    Tk, K = k.shape[1:3]
-    factor = D**-0.5 if scale is None else scale
+    Tq, Tk, device = q.shape[1], k.shape[1], q.device
+    mask = attention_mask(Tq, Tk, causal=causal, window=window, doc_ids=doc_ids, device=device)
+    return attend(q, k, v, mask, scale, dropout_p, dropout_mask)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None,
+    dropout_p: float = 0.0, dropout_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes `attention_ref` for the mask of `attention_mask`."""
+    (B, Tq, H, D), K = q.shape, k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = q.to(wide).reshape(B, Tq, K, H // K, D)
-    scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k.to(wide)) * factor
-    mask = attention_mask(Tq, Tk, causal=causal, window=window, doc_ids=doc_ids, device=q.device)
-    if mask is not None:
-        mask = mask[:, :, None]  # broadcast over the group
+    scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k.to(wide))
+    scores = scores * (D**-0.5 if scale is None else scale)
+    if mask is None:
+        weights = scores.softmax(-1)
+    else:
+        hidden = ~mask[:, :, None]  # broadcast over the group
         # a finite floor: with -inf the softmax of a row that sees no key is NaN
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1)
-    if mask is not None:
-        weights = weights.masked_fill(~mask, 0.0)
+        weights = scores.masked_fill(hidden, torch.finfo(wide).min).softmax(-1)
+        weights = weights.masked_fill(hidden, 0.0)
     if dropout_mask is None:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     else:

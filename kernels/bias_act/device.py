@@ -23,8 +23,6 @@ PHI_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 GELU = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 GELU_CUBE = tl.constexpr(0.044715)
 
-# --- device ---------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _tail(z):
@@ -145,8 +143,6 @@ def _bias_act_bwd_kernel(
             tl.store(dbias_ptr + F + part, tl.sum(dbias_up, axis=0), mask=mask_n)
 
 
-# --- configurations -------------------------------------------------------------------------------
-
 MOST_N = 1024
 
 
@@ -173,9 +169,6 @@ def _tile(F: int, elements: int, each: int) -> dict[str, int]:
     block_n, block_m = row_blocks(min(F, MOST_N), elements)
     warps = max(1, block_m * block_n // (each * 32))
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
-
-
-# --- launchers ------------------------------------------------------------------------------------
 
 
 def bias_act_fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype, y: Tensor) -> None:

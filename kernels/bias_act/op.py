@@ -15,10 +15,9 @@ Source
     GELU: Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2.  SwiGLU: Shazeer 2020,
     arXiv:2002.05202, eq. 6.  ReLU squared: So et al. 2021, arXiv:2109.08668, section 4.
 
-On CUDA, and on CPU tensors in Triton's interpreter, `kernels.bias_act.device` runs; anywhere else
-the plain form does. What is saved for the backward is x, before the bias, and the bias. All math is
-fp32, z is never rounded. y has the dtype of x, or autocast's where it is on, because what follows
-an activation is a matrix product. A gradient of a gradient raises.
+What is saved for the backward is x, before the bias, and the bias. All math is fp32, z is never
+rounded. y has the dtype of x, or autocast's where it is on, because what follows an activation is a
+matrix product.
 """
 
 from collections.abc import Callable
@@ -32,8 +31,6 @@ from ..checks import check_float
 from ..invariant import elementwise, is_batch_invariant
 from ..runtime import Op, autocast_dtype, filled, like, runs_kernels
 from ..sums import split_grads
-
-# --- reference ------------------------------------------------------------------------------------
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -68,9 +65,6 @@ def bias_act_ref(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     if bias is not None:
         z = z + bias.to(z.dtype)
     return activation(z, kind).to(dtype)
-
-
-# --- op -------------------------------------------------------------------------------------------
 
 
 def _output(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
@@ -120,9 +114,6 @@ _bias_act_fwd = Op(
     setup_context=_setup_context,
     backward=_backward,
 )
-
-
-# --- public ---------------------------------------------------------------------------------------
 
 
 def bias_act(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:

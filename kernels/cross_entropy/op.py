@@ -11,8 +11,7 @@ Source
     Smoothing: Szegedy et al. 2015, arXiv:1512.00567, section 7.  z_loss: Chowdhery et al. 2022,
     arXiv:2204.02311, section 5.  Softmax in one pass: Milakov & Gimelshein 2018, arXiv:1805.02867.
 
-On CUDA, and on CPU tensors in Triton's interpreter, `kernels.cross_entropy.device` runs; anywhere
-else the plain form does. Nothing waits for the device. A gradient of a gradient raises.
+Nothing waits for the device.
 """
 
 from typing import Any
@@ -22,8 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..checks import INTEGERS, check_float, check_like
-from ..runtime import Op, no_hooks, runs_kernels
-from .plain import LossOptions, losses_and_gradient_, losses_ref
+from ..runtime import Op, like, no_hooks, runs_kernels
+from .cpu import losses_and_gradient_
+from .plain import LossOptions, losses_ref
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -55,9 +55,21 @@ def in_place(
     if not runs_kernels(logits.device):
         losses.copy_(losses_and_gradient_(logits, targets, scale, options))
         return
-    from .device import cross_entropy_fwd_bwd_
+    from .device import cross_entropy_fwd
 
-    cross_entropy_fwd_bwd_(logits, targets, scale, options, losses)
+    cross_entropy_fwd(logits, targets, options, losses, scale=scale)
+
+
+def with_statistics(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """Computes the losses (M,) and what a backward needs of each row (2, M) by a kernel."""
+    from .device import cross_entropy_fwd
+
+    losses, stats = (
+        torch.empty(shape, dtype=torch.float32, device=logits.device)
+        for shape in (logits.shape[:1], (2, len(logits)))
+    )
+    cross_entropy_fwd(logits, targets, options, losses, stats)
+    return losses, stats
 
 
 def check_options(V: int, reduction: str, valid_vocab: int | None, *values: Any) -> LossOptions:
@@ -100,9 +112,7 @@ def cross_entropy_ref(
 
 
 def _fwd(logits: Tensor, targets: Tensor, reduction: str, *options: Any) -> tuple[Tensor, Tensor]:
-    from .device import cross_entropy_fwd
-
-    losses, stats = cross_entropy_fwd(logits, targets, LossOptions(*options))
+    losses, stats = with_statistics(logits, targets, LossOptions(*options))
     return reduced(losses, targets, LossOptions(*options).ignore_index, reduction), stats
 
 
@@ -115,35 +125,21 @@ def _fwd_fake(
 
 
 def _bwd(
-    dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, reduction: str, *options: Any
-) -> Tensor:
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _write_gradient(dloss, logits, targets, stats, dlogits, reduction, LossOptions(*options))
-    return dlogits
-
-
-def _write_gradient(
-    dloss: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    stats: Tensor | None,
-    dlogits: Tensor,
-    reduction: str,
-    options: LossOptions,
-) -> None:
+    dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor | None, reduction: str,
+    *options: Any, dlogits: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Writes the gradient to dlogits; without a kernel's `stats` they must be the logits."""
+    asked = LossOptions(*options)
+    dlogits = like(logits) if dlogits is None else dlogits
     if reduction == "mean":
-        dloss = dloss / count(targets, options.ignore_index)
+        dloss = dloss / count(targets, asked.ignore_index)
     if stats is None:
-        losses_and_gradient_(logits, targets, dloss, options)
+        losses_and_gradient_(logits, targets, dloss, asked)
     else:
         from .device import cross_entropy_bwd
 
-        cross_entropy_bwd(logits, targets, stats, dloss, dlogits, options)
-
-
-def _bwd_fake(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
+        cross_entropy_bwd(logits, targets, stats, dloss, dlogits, asked)
+    return dlogits
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -168,7 +164,7 @@ _cross_entropy_bwd = Op(
     "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, "
     f"str reduction, {OPTIONS}) -> Tensor",
     _bwd,
-    _bwd_fake,
+    lambda dloss, logits, *_: like(logits),
 )
 _cross_entropy_fwd = Op(
     f"cross_entropy_fwd(Tensor logits, Tensor targets, str reduction, {OPTIONS}) "
@@ -202,9 +198,7 @@ class _InPlace(torch.autograd.Function):
             in_place(logits, targets, scale, options, losses)
             increment_version(logits)
         elif runs_kernels(logits.device):
-            from .device import cross_entropy_fwd
-
-            losses, stats = cross_entropy_fwd(logits, targets, options)
+            losses, stats = with_statistics(logits, targets, options)
         else:
             losses = losses_ref(logits, targets, options)
         ctx.reduction, ctx.options, ctx.spent = reduction, options, False
@@ -223,7 +217,7 @@ class _InPlace(torch.autograd.Function):
         ctx.spent = True
         logits, targets, stats = ctx.saved_tensors
         if not ctx.early:
-            _write_gradient(dloss, logits, targets, stats, logits, ctx.reduction, ctx.options)
+            _bwd(dloss, logits, targets, stats, ctx.reduction, *ctx.options, dlogits=logits)
         elif runs_kernels(logits.device):
             from .device import cross_entropy_scale_
 
@@ -232,9 +226,6 @@ class _InPlace(torch.autograd.Function):
             logits.mul_(dloss)
         increment_version(logits)
         return logits.detach(), None, None, None
-
-
-# --- public ---------------------------------------------------------------------------------------
 
 
 def cross_entropy(

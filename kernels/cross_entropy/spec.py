@@ -105,18 +105,19 @@ def variants_of(
     V: int, dtype: torch.dtype, valid: int | None = None, **values: Any
 ) -> Iterator[Variant]:
     options = LossOptions(valid or V, **values)
-    logits, targets, scale = meta(4096, V, dtype=dtype), meta(4096, dtype=torch.int64), meta()
+    logits, targets = meta(4096, V, dtype=dtype), meta(4096, dtype=torch.int64)
+    stats, scale = meta(2, 4096), meta()
 
     def out_of_place() -> None:
         from .device import cross_entropy_bwd, cross_entropy_fwd
 
-        _, stats = cross_entropy_fwd(logits, targets, options)
+        cross_entropy_fwd(logits, targets, options, meta(4096), stats)
         cross_entropy_bwd(logits, targets, stats, scale, logits, options)
 
     def in_place() -> None:
-        from .device import cross_entropy_fwd_bwd_, cross_entropy_scale_
+        from .device import cross_entropy_fwd, cross_entropy_scale_
 
-        cross_entropy_fwd_bwd_(logits, targets, scale, options, meta(4096))
+        cross_entropy_fwd(logits, targets, options, meta(4096), scale=scale)
         if valid is None:
             cross_entropy_scale_(logits, scale)
 

@@ -14,8 +14,6 @@ from .op import decode_attention, decode_attention_ref, visible_places, whole_ca
 
 SPLIT, COMBINE = "_decode_attention_kernel", "_decode_combine_kernel"
 
-# --- the op ---------------------------------------------------------------------------------------
-
 
 def eager(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, starts: Tensor | None = None,
@@ -114,9 +112,6 @@ def flops_and_bytes(s: Problem, itemsize: int) -> Work:
     return {"fwd": (4 * B * H * T * D, 2 * B * H * D * (T + 1) * itemsize)}
 
 
-# --- what is compiled ahead of time ---------------------------------------------------------------
-
-
 def variants(arch: int) -> Iterator[Variant]:
     """Yields the kernel variants to compile: head dimensions, dtypes, split and paged caches."""
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -149,9 +144,6 @@ def variant(
     parts = [f"D={D} {str(dtype).removeprefix('torch.')} B={B} Tq={Tq} group={H // K}"]
     parts += [f"page={page}"] * bool(page) + ["starts"] * starts + ["invariant"] * invariant
     return Variant(" ".join(parts), run, mma)
-
-
-# --- problems -------------------------------------------------------------------------------------
 
 
 def problem(T: int, H: int, D: int, lengths: tuple[int, ...], **more: Any) -> dict[str, Any]:

@@ -6,11 +6,9 @@ Source
     LayerNorm: Ba, Kiros, Hinton 2016, arXiv:1607.06450, eq. 4.  RMSNorm: Zhang & Sennrich 2019,
     arXiv:1910.07467, eq. 4.  Backward and traffic: docs/kernels/norm.md.
 
-On CUDA, and on CPU tensors in Triton's interpreter, the kernels of `kernels.norm.device` run;
-anywhere else the plain form does. Statistics are fp32 and the weights may be: activations in bf16
-with weights in fp32 is what autocast meets. y has the dtype of x, or autocast's where it is on,
-because what follows a norm is a matrix product; the sum keeps the dtype torch gives x + residual.
-A gradient of a gradient raises.
+Statistics are fp32 and the weights may be: activations in bf16 with weights in fp32 is what
+autocast meets. y has the dtype of x, or autocast's where it is on, because what follows a norm is a
+matrix product; the sum keeps the dtype torch gives x + residual.
 
 `x_bias` is the bias of the projection that computes x. Where the norm adds it, its gradient, the
 column sums of x's, needs no pass of its own over that gradient.
@@ -26,8 +24,6 @@ from ..runtime import Op, autocast_dtype, filled, runs_kernels
 from ..sums import split_grads
 
 MAX_N = 16_384
-
-# --- reference ------------------------------------------------------------------------------------
 
 
 def norm_ref(
@@ -64,9 +60,6 @@ def residual_sum(x: Tensor, x_bias: Tensor | None, residual: Tensor) -> Tensor:
     if x_bias is not None:
         x = x + x_bias.to(torch.promote_types(dtype, torch.float32))
     return (x + residual).to(dtype)
-
-
-# --- ops ------------------------------------------------------------------------------------------
 
 
 def _outputs(
@@ -175,9 +168,6 @@ def _check(x: Tensor, residual: Tensor | None, eps: float, **vectors: Tensor | N
             check_float(name, vector, x.shape[-1:], x)
     if not eps >= 0:
         raise ValueError(f"eps: expected 0 or more, got {eps}")
-
-
-# --- public ---------------------------------------------------------------------------------------
 
 
 def layer_norm(

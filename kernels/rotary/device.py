@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ..runtime import launch
 
-# --- device ---------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _turn(
@@ -74,18 +72,12 @@ def _rotary_kernel(
               mask_t, stride_kb, stride_kt, stride_kh, T, K, D, BLOCK_P)  # fmt: skip
 
 
-# --- configuration --------------------------------------------------------------------------------
-
-
 def tile(H: int, K: int, D: int) -> dict[str, int]:
     """Block sizes: 1024 pairs, 8 a thread, of up to four heads, which share cosines and sines."""
     block_p = max(8, 1 << (D // 2 - 1).bit_length())
     block_h = 4 if max(H, K) > 2 else max(H, K)
     block_t = 1024 // (block_h * block_p)
     return {"BLOCK_T": block_t, "BLOCK_H": block_h, "BLOCK_P": block_p, "num_warps": 4}
-
-
-# --- launchers ------------------------------------------------------------------------------------
 
 
 def rotary_fwd(

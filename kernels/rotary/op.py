@@ -9,10 +9,9 @@ Math
 Source
     Su et al. 2021, arXiv:2104.09864, eq. 34.
 
-On CUDA, and on CPU tensors in Triton's interpreter, `kernels.rotary.device` runs, once for q and k
-together; elsewhere `rotary_plain` does. All math is fp32, but on a CPU that of the inputs' dtype.
-Dtypes are kept, under autocast, too, as q and k come from a product that autocast has cast. A
-gradient of a gradient of the kernels raises.
+A kernel runs once for q and k together, else `cpu.rotary_plain`. All math is fp32, but on a CPU
+that of the inputs' dtype. Dtypes are kept, under autocast, too, as q and k come from a product that
+autocast has cast.
 """
 
 from typing import Any
@@ -22,8 +21,7 @@ from torch import Tensor
 
 from ..checks import MAX_D, check_float, check_like
 from ..runtime import Op, filled, like, runs_kernels
-
-# --- reference ------------------------------------------------------------------------------------
+from .cpu import rotary_plain
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -35,34 +33,6 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Reference of `rotary` in plain PyTorch; also accepts fp64."""
     return _turned(q, cos, sin), _turned(k, cos, sin)
-
-
-class _Turned(torch.autograd.Function):
-    """Turns as `_turned`, in fewer passes; the gradient is turned back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # pyright: ignore
-        ctx.save_for_backward(cos, sin)
-        # on a CPU conversions take longer than the rest
-        dtype = x.dtype if x.is_cpu else torch.promote_types(x.dtype, torch.float32)
-        y, halves = x.to(dtype), ((cos, cos), (-sin, sin))
-        cos, sin = (torch.cat(pair, -1)[:, None].to(dtype) for pair in halves)
-        y = torch.addcmul(y * cos, y.roll(x.shape[-1] // 2, -1), sin)
-        # compiled by PyTorch 2.11, a conversion that changes nothing gives gradients of zero here
-        return y if y.dtype == x.dtype else y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
-        cos, sin = ctx.saved_tensors
-        return _Turned.apply(dy, cos, -sin), None, None  # pyright: ignore
-
-
-def rotary_plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `rotary` by PyTorch's ops, in fewer passes; on a CPU in the inputs' dtype."""
-    return _Turned.apply(q, cos, sin), _Turned.apply(k, cos, sin)  # pyright: ignore
-
-
-# --- op -------------------------------------------------------------------------------------------
 
 
 def _outputs(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,9 +67,6 @@ rotary_fwd = Op(
     setup_context=_setup_context,
     backward=_backward,
 )
-
-
-# --- public ---------------------------------------------------------------------------------------
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..proof.compile import Variant
 from ..spec import Changes, Make, Problem, Spec, Work, meta, work
-from .op import rotary, rotary_bwd, rotary_fwd, rotary_plain, rotary_ref
+from .cpu import rotary_plain
+from .op import rotary, rotary_bwd, rotary_fwd, rotary_ref
 
 KERNEL = "_rotary_kernel"
 
