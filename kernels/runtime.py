@@ -205,19 +205,25 @@ class Op:
             impl: runs the op on CUDA tensors, and on CPU tensors in the interpreter.
             fake: returns outputs with the right shapes, strides and dtypes, for the same arguments.
             setup_context: (ctx, inputs, output); saves what `backward` needs.
-            backward: (ctx, *gradients of the outputs, None where there is none) -> one gradient for
-                each input; without it, a backward through the op raises.
+            backward: (ctx, *gradients of the outputs, None where there is none, but not for all)
+                -> gradients of the first inputs; without it, a backward through the op raises.
         """
         name, parenthesis, rest = schema.partition("(")
         self.name = f"{NAMESPACE}::{name}"
         self.impl, self.fake, self.setup_context = impl, fake, setup_context
-        backward = backward or self._refuse
         torch.library.define(self.name, parenthesis + rest, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(self.name, ("cpu", "cuda"), impl)
         torch.library.register_fake(self.name, self._fake)
-        torch.library.register_autograd(self.name, backward, setup_context=self._setup_context)
         self.dispatched = getattr(getattr(torch.ops, NAMESPACE), name)
-        methods = {"forward": self._forward, "backward": once_differentiable(backward)}
+        inputs = len(self.dispatched.default._schema.arguments)
+
+        def padded(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+            none = all(gradient is None for gradient in gradients)
+            found = () if none else (backward or self._refuse)(ctx, *gradients)
+            return *found, *[None] * (inputs - len(found))
+
+        torch.library.register_autograd(self.name, padded, setup_context=self._setup_context)
+        methods = {"forward": self._forward, "backward": once_differentiable(padded)}
         self.function: Any = type(name, (torch.autograd.Function,), methods)
 
     def __call__(self, *args: Any) -> Any:

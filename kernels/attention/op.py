@@ -25,8 +25,6 @@ OPTIONS = (
     "float dropout_p"
 )
 """The fields of `AttentionOptions` in the form of an op schema."""
-NO_GRADIENTS = (None,) * len(AttentionOptions._fields)
-"""Gradients of the options."""
 Parts = tuple[Tensor, Tensor, Tensor]
 """q, k and v, or their gradients."""
 
@@ -75,13 +73,10 @@ def _registered(name: str, tensors: str, others: str, parts: Callable[..., Parts
         ctx.others, ctx.settings = inputs[number:start], options.settings
         ctx.mark_non_differentiable(output[1])
 
-    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        made: tuple[Any, ...] = (None,) * number
-        if dout is not None:
-            saved = ctx.saved_tensors
-            found = bwd_op(dout, *saved[:number], *ctx.others, *saved[number:], *ctx.settings)
-            made = (found,) if number == 1 else found
-        return *made, *(None for _ in ctx.others), *NO_GRADIENTS
+    def backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor, ...]:
+        saved = ctx.saved_tensors
+        made = bwd_op(dout, *saved[:number], *ctx.others, *saved[number:], *ctx.settings)
+        return (made,) if number == 1 else made
 
     bwd_op = Op(
         f"{name}_bwd(Tensor dout, {declared}{others}Tensor out, Tensor lse, {OPTIONS}) "

@@ -92,14 +92,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, bias)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
-    if dy is None:
-        return None, None, None, None
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, bias = ctx.saved_tensors
     wanted = ctx.needs_input_grad[1]
     dx, parts = _bias_act_bwd(dy, x, bias, ctx.kind, wanted)
     (dbias,) = split_grads(parts, bias.dtype if wanted else None)
-    return dx, dbias, None, None
+    return dx, dbias
 
 
 _bias_act_bwd = Op(

@@ -168,27 +168,23 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Any, ...]:
+def _backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Any, ...]:
     x, weight, bias, targets = ctx.saved_tensors
-    needed = ctx.needs_input_grad[:3]
-    grads: tuple[Any, ...] = (None, None, None)
-    if dloss is not None and ctx.gradients is None:  # never computed, or already returned
+    needed, dtypes = ctx.needs_input_grad[:3], _dtypes(x, weight, bias)
+    if ctx.gradients is None:  # never computed, or already returned
         if ctx.reduction == "mean":
             dloss = dloss / count(targets, LossOptions(*ctx.settings[2:]).ignore_index)
         grads = _linear_cross_entropy_bwd(
             dloss, x, weight, bias, targets, list(needed), *ctx.settings
         )
-    elif dloss is not None:
-        dtypes = _dtypes(x, weight, bias)
-        if torch.compiler.is_compiling():  # the compiler fuses it with what comes next
-            grads = _scaled(dloss, *ctx.gradients, *dtypes)
-        elif torch.is_grad_enabled() or not (ctx.once and no_hooks(dloss)):
-            grads = _linear_cross_entropy_bwd_scaled(dloss, *ctx.gradients, *dtypes)
-        else:  # keeps no second copy; another backward computes them again
-            grads = _scaled(dloss, *ctx.gradients, *dtypes, in_place=True)
-            ctx.gradients = None
-    asked = (grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True))
-    return *asked, *((None,) * (4 + len(ctx.settings)))
+    elif torch.compiler.is_compiling():  # the compiler fuses it with what comes next
+        grads = _scaled(dloss, *ctx.gradients, *dtypes)
+    elif torch.is_grad_enabled() or not (ctx.once and no_hooks(dloss)):
+        grads = _linear_cross_entropy_bwd_scaled(dloss, *ctx.gradients, *dtypes)
+    else:  # keeps no second copy; another backward computes them again
+        grads = _scaled(dloss, *ctx.gradients, *dtypes, in_place=True)
+        ctx.gradients = None
+    return tuple(grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True))
 
 
 def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:

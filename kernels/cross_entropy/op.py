@@ -28,9 +28,6 @@ from .plain import LossOptions, losses_ref
 REDUCTIONS = ("mean", "sum", "none")
 
 
-# --- shared with linear_cross_entropy -------------------------------------------------------------
-
-
 def count(targets: Tensor, ignore_index: int) -> Tensor:
     """Counts the targets that are not ignored, () fp32, without a host sync."""
     return (targets != ignore_index).sum(dtype=torch.float32)
@@ -60,18 +57,6 @@ def in_place(
     cross_entropy_fwd(logits, targets, options, losses, scale=scale)
 
 
-def with_statistics(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
-    """Computes the losses (M,) and what a backward needs of each row (2, M) by a kernel."""
-    from .device import cross_entropy_fwd
-
-    losses, stats = (
-        torch.empty(shape, dtype=torch.float32, device=logits.device)
-        for shape in (logits.shape[:1], (2, len(logits)))
-    )
-    cross_entropy_fwd(logits, targets, options, losses, stats)
-    return losses, stats
-
-
 def check_options(V: int, reduction: str, valid_vocab: int | None, *values: Any) -> LossOptions:
     """Builds the options for logits with V columns; raises ValueError where they are not valid.
 
@@ -91,9 +76,6 @@ def check_options(V: int, reduction: str, valid_vocab: int | None, *values: Any)
     return options
 
 
-# --- reference ------------------------------------------------------------------------------------
-
-
 def cross_entropy_ref(
     logits: Tensor,
     targets: Tensor,
@@ -108,37 +90,32 @@ def cross_entropy_ref(
     return reduced(losses_ref(logits, targets, options), targets, options.ignore_index, reduction)
 
 
-# --- op -------------------------------------------------------------------------------------------
-
-
-def _fwd(logits: Tensor, targets: Tensor, reduction: str, *options: Any) -> tuple[Tensor, Tensor]:
-    losses, stats = with_statistics(logits, targets, LossOptions(*options))
-    return reduced(losses, targets, LossOptions(*options).ignore_index, reduction), stats
-
-
-def _fwd_fake(
-    logits: Tensor, targets: Tensor, reduction: str, *options: Any
-) -> tuple[Tensor, Tensor]:
+def _outputs(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Allocates the losses (M,), and the softmax statistics of each row (2, M)."""
     M = logits.shape[0]
-    loss = logits.new_empty((M,) if reduction == "none" else (), dtype=torch.float32)
-    return loss, logits.new_empty((2, M), dtype=torch.float32)
+    losses, stats = (
+        torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in ((M,), (2, M))
+    )
+    return losses, stats
+
+
+def _fwd(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    # imported when first run: triton is missing on macOS and slow to import
+    from .device import cross_entropy_fwd
+
+    losses, stats = _outputs(logits)
+    cross_entropy_fwd(logits, targets, LossOptions(*options), losses, stats)
+    return losses, stats
 
 
 def _bwd(
-    dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor | None, reduction: str,
-    *options: Any, dlogits: Tensor | None = None,
+    dlosses: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, *options: Any,
+    dlogits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Writes the gradient to dlogits; without a kernel's `stats` they must be the logits."""
-    asked = LossOptions(*options)
-    dlogits = like(logits) if dlogits is None else dlogits
-    if reduction == "mean":
-        dloss = dloss / count(targets, asked.ignore_index)
-    if stats is None:
-        losses_and_gradient_(logits, targets, dloss, asked)
-    else:
-        from .device import cross_entropy_bwd
+    from .device import cross_entropy_bwd
 
-        cross_entropy_bwd(logits, targets, stats, dloss, dlogits, asked)
+    dlogits = like(logits) if dlogits is None else dlogits
+    cross_entropy_bwd(logits, targets, stats, dlosses, dlogits, LossOptions(*options))
     return dlogits
 
 
@@ -148,62 +125,53 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Any, ...]:
-    unused = (None,) * (1 + len(ctx.options))
-    if dloss is None:
-        return None, *unused
-    return _cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options), *unused
+def _backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor]:
+    return (_cross_entropy_bwd(dlosses, *ctx.saved_tensors, *ctx.options),)
 
 
 OPTIONS = (
     "SymInt valid_vocab, int ignore_index, float label_smoothing, float z_loss, float? softcap"
 )
 """The fields of `LossOptions` in the form of an op schema."""
-
 _cross_entropy_bwd = Op(
-    "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, "
-    f"str reduction, {OPTIONS}) -> Tensor",
+    "cross_entropy_bwd(Tensor dlosses, Tensor logits, Tensor targets, Tensor stats, "
+    f"{OPTIONS}) -> Tensor",
     _bwd,
-    lambda dloss, logits, *_: like(logits),
+    lambda dlosses, logits, *_: like(logits),
 )
 _cross_entropy_fwd = Op(
-    f"cross_entropy_fwd(Tensor logits, Tensor targets, str reduction, {OPTIONS}) "
-    "-> (Tensor, Tensor)",
+    f"cross_entropy_fwd(Tensor logits, Tensor targets, {OPTIONS}) -> (Tensor, Tensor)",
     _fwd,
-    _fwd_fake,
+    _outputs,
     setup_context=_setup_context,
     backward=_backward,
 )
 
 
-# --- the gradient over the logits -----------------------------------------------------------------
-
-
 class _InPlace(torch.autograd.Function):
-    """Cross-entropy whose gradient overwrites the logits.
+    """Losses (M,) whose gradient overwrites the logits; with `early` their mean or sum.
 
-    Where one scale serves all rows, the forward already writes the gradient: the logits go through
-    memory twice instead of three times. In fp16 the backward writes it, because 1 / n of a mean
-    over many rows, without the loss scale of the GradScaler, would round it to 0.
+    Where one scale serves all rows, the forward already writes the gradient (`early`): the logits
+    go through memory twice instead of three times.
     """
 
     @staticmethod
     def forward(ctx: Any, /, *args: Any) -> Tensor:
-        logits, targets, reduction, options = args
+        logits, targets, reduction, options, ctx.early = args
         stats = None
-        ctx.early = reduction != "none" and logits.dtype != torch.float16
         if ctx.early:
             scale = 1 / count(targets, options.ignore_index) if reduction == "mean" else None
             losses = logits.new_empty(targets.shape, dtype=torch.float32)
             in_place(logits, targets, scale, options, losses)
             increment_version(logits)
+            losses = reduced(losses, targets, options.ignore_index, reduction)
         elif runs_kernels(logits.device):
-            losses, stats = with_statistics(logits, targets, options)
+            losses, stats = _fwd(logits, targets, *options)
         else:
             losses = losses_ref(logits, targets, options)
-        ctx.reduction, ctx.options, ctx.spent = reduction, options, False
+        ctx.options, ctx.spent = options, False
         ctx.save_for_backward(logits, targets, stats)
-        return reduced(losses, targets, options.ignore_index, reduction)
+        return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -216,8 +184,10 @@ class _InPlace(torch.autograd.Function):
             )
         ctx.spent = True
         logits, targets, stats = ctx.saved_tensors
-        if not ctx.early:
-            _bwd(dloss, logits, targets, stats, ctx.reduction, *ctx.options, dlogits=logits)
+        if stats is not None:
+            _bwd(dloss, logits, targets, stats, *ctx.options, dlogits=logits)
+        elif not ctx.early:
+            losses_and_gradient_(logits, targets, dloss, ctx.options)
         elif runs_kernels(logits.device):
             from .device import cross_entropy_scale_
 
@@ -225,7 +195,7 @@ class _InPlace(torch.autograd.Function):
         else:
             logits.mul_(dloss)
         increment_version(logits)
-        return logits.detach(), None, None, None
+        return logits.detach(), None, None, None, None
 
 
 def cross_entropy(
@@ -282,12 +252,16 @@ def cross_entropy(
                 "logits: with inplace_grad expected rows that are evenly spaced and contiguous, "
                 f"got {tuple(logits.shape)} with strides {logits.stride()}"
             )
-        loss = _InPlace.apply(flat, flat_targets, reduction, options)
+        # an fp16 gradient of a mean over many rows, without the loss scale, would round to 0
+        early = reduction != "none" and logits.dtype != torch.float16
+        losses = _InPlace.apply(flat, flat_targets, reduction, options, early)
+        if early:
+            return losses
     elif runs_kernels(logits.device):
-        loss, _ = _cross_entropy_fwd(flat, flat_targets, reduction, *options)
+        losses, _ = _cross_entropy_fwd(flat, flat_targets, *options)
     else:
         losses = losses_ref(flat, flat_targets, options)
-        loss = reduced(losses, flat_targets, ignore_index, reduction)
+    loss = reduced(losses, flat_targets, ignore_index, reduction)
     return loss.view(targets.shape) if reduction == "none" else loss
 
 

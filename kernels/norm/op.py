@@ -107,15 +107,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tuple[Any, ...]:
     x_dtype, residual_dtype = ctx.dtypes[:2]
-    options = (None, None, None)
     if dy is None:  # y was not used
-        if dtotal is None:
-            return (None,) * 8
+        assert dtotal is not None
         dx_bias = None
         if ctx.needs_input_grad[4]:
             rows = dtotal.reshape(-1, dtotal.shape[-1])
             dx_bias = rows.sum(0, dtype=torch.float32).to(ctx.dtypes[4])
-        return dtotal.to(x_dtype), dtotal.to(residual_dtype), None, None, dx_bias, *options
+        return dtotal.to(x_dtype), dtotal.to(residual_dtype), None, None, dx_bias
     x, weight, stats = ctx.saved_tensors
     apart = residual_dtype is not None and residual_dtype != x_dtype
     wanted = ctx.needs_input_grad[2:5]
@@ -124,7 +122,7 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tu
     if not apart:
         dresidual = dx if residual_dtype else None
     of_vectors = (dtype if it else None for dtype, it in zip(ctx.dtypes[2:], wanted, strict=True))
-    return dx, dresidual, *split_grads(parts, *of_vectors), *options
+    return dx, dresidual, *split_grads(parts, *of_vectors)
 
 
 _norm_bwd = Op(

@@ -49,10 +49,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
-    if dq is None and dk is None:
-        return (None,) * 4
     one, two = rotary_bwd(*ctx.saved_tensors, dq, dk)
-    return None if dq is None else one, None if dk is None else two, None, None
+    return None if dq is None else one, None if dk is None else two
 
 
 rotary_bwd = Op(
