@@ -52,14 +52,9 @@ class AttentionOptions(NamedTuple):
 
 
 def attention_mask(
-    Tq: int,
-    Tk: int,
-    *,
-    causal: bool,
-    window: int | None = None,
-    doc_ids: Tensor | None = None,
+    Tq: int, Tk: int, *, causal: bool, window: int | None = None, doc_ids: Tensor | None = None,
     device: torch.device | str = "cpu",
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Builds the attention mask: True where a query sees a key; None if every query sees every key.
 
     The last query is aligned with the last key: distance = i + Tk - Tq - j, query i and key j.
@@ -89,17 +84,10 @@ def attention_mask(
 
 
 def attention_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    dropout_p: float = 0.0,
-    dropout_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None,
+    window: int | None = None, dropout_p: float = 0.0, dropout_mask: Tensor | None = None,
     doc_ids: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention in plain PyTorch, scores and softmax in fp32: the reference for every kernel.
 
     Arguments, result and errors are those of `attention`, which draws its mask from a seed; fp64 is
@@ -140,14 +128,9 @@ def attend(
 
 
 def attention_seeded_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    **options: Any,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     """`attention_ref` with the mask of a seed and autocast's dtype, as `attention` computes it."""
     q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
     mask = None

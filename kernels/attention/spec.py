@@ -16,6 +16,8 @@ from .op import attention, attention_packed
 from .plain import attention_mask, attention_seeded_ref
 
 FWD, DQ, DKV = "_attention_fwd_kernel", "_attention_bwd_dq_kernel", "_attention_bwd_dkv_kernel"
+PRODUCTS = {FWD: 2, DQ: 3, DKV: 4}
+"""Matrix products of each kernel; the backward's compute the weights again."""
 SEED = -(2**40) - 3
 
 # --- the op ---------------------------------------------------------------------------------------

@@ -77,14 +77,9 @@ def check_options(V: int, reduction: str, valid_vocab: int | None, *values: Any)
 
 
 def cross_entropy_ref(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    valid_vocab: int | None = None,
-    reduction: str = "mean",
-    inplace_grad: bool = False,
-    **others: Any,
-) -> Tensor:
+    logits: Tensor, targets: Tensor, *, valid_vocab: int | None = None, reduction: str = "mean",
+    inplace_grad: bool = False, **others: Any,
+) -> Tensor:  # fmt: skip
     """Reference of `cross_entropy` in plain PyTorch, never in place; also accepts fp64."""
     options = LossOptions(logits.shape[-1] if valid_vocab is None else valid_vocab, **others)
     return reduced(losses_ref(logits, targets, options), targets, options.ignore_index, reduction)

@@ -25,15 +25,9 @@ from .cpu import attention_invariant
 
 
 def decode_attention_ref(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    *,
-    starts: Tensor | None = None,
-    block_table: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, starts: Tensor | None = None,
+    block_table: Tensor | None = None, scale: float | None = None,
+) -> Tensor:  # fmt: skip
     """Reference of `decode_attention` in plain PyTorch, scores and softmax in fp32.
 
     Arguments, result and errors are those of `decode_attention`; fp64 is also accepted and kept.
@@ -148,14 +142,9 @@ def decode_attention(
 
 
 def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    starts: Tensor | None,
-    block_table: Tensor | None,
-    scale: float | None,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, starts: Tensor | None,
+    block_table: Tensor | None, scale: float | None,
+) -> None:  # fmt: skip
     check_qkv(q, k, v, names=("k_cache", "v_cache"), paged=block_table is not None)
     B, Tq = q.shape[:2]
     check_like("lengths", lengths, (B,), INTEGERS, q)

@@ -27,15 +27,9 @@ MAX_N = 16_384
 
 
 def norm_ref(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    residual: Tensor | None = None,
-    x_bias: Tensor | None = None,
-    centred: bool = True,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
+    residual: Tensor | None = None, x_bias: Tensor | None = None, centred: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Reference of all norms in plain PyTorch: returns (y, x + x_bias + residual), also in fp64.
 
     Args:
