@@ -68,9 +68,8 @@ def _registered(name: str, tensors: str, others: str, parts: Callable[..., Parts
         return made
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        options = AttentionOptions(*inputs[start:])
-        ctx.save_for_backward(*inputs[:number], *output, *options.tensors)
-        ctx.others, ctx.settings = inputs[number:start], options.settings
+        ctx.save_for_backward(*inputs[:number], *output, *inputs[start : start + 3])
+        ctx.others, ctx.settings = inputs[number:start], inputs[start + 3 :]
         ctx.mark_non_differentiable(output[1])
 
     def backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor, ...]:

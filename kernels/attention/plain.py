@@ -36,11 +36,6 @@ class AttentionOptions(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.starts, self.ends, self.seed
 
-    @property
-    def settings(self) -> tuple[float | None, bool, int | None, float]:
-        """The options that are no tensors."""
-        return self.scale, self.causal, self.window, self.dropout_p
-
     def scales(self, q: Tensor) -> tuple[float, float]:
         """Returns the scale of the attention scores, for powers of e and for powers of 2."""
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale

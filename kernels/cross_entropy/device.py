@@ -223,12 +223,8 @@ def tile(V: int, itemsize: int) -> dict[str, int]:
 
 
 def _constants(options: LossOptions) -> dict[str, object]:
-    return {
-        "IGNORE_INDEX": options.ignore_index,
-        "LABEL_SMOOTHING": options.label_smoothing,
-        "Z_LOSS": options.z_loss,
-        "SOFTCAP": options.softcap,
-    }
+    names = ("IGNORE_INDEX", "LABEL_SMOOTHING", "Z_LOSS", "SOFTCAP")
+    return dict(zip(names, options[1:], strict=True))
 
 
 def cross_entropy_fwd(

@@ -200,11 +200,6 @@ def _scaled(dloss: Tensor, scale: Tensor, *rest: Any, in_place: bool = False) ->
     return tuple(grad.to(dtype) for grad, dtype in zip(grads, rest[3:], strict=True))
 
 
-def _scaled_fake(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    of = zip(rest[:3], rest[3:], strict=True)
-    return tuple(torch.empty_like(grad, dtype=dtype) for grad, dtype in of)
-
-
 def _bwd(
     dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
 ) -> tuple[Tensor, ...]:
@@ -225,7 +220,7 @@ _linear_cross_entropy_bwd_scaled = Op(
     "Tensor dbias, ScalarType x_dtype, ScalarType weight_dtype, ScalarType bias_dtype) "
     "-> (Tensor, Tensor, Tensor)",
     _scaled,
-    _scaled_fake,
+    _scaled,
 )
 _linear_cross_entropy_bwd = Op(
     "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, "
