@@ -131,12 +131,13 @@ GPT2 = {"V": 50_304, "valid_vocab": 50_257}
 IN_PLACE = {"inplace_grad": True}
 NONE = {"valid_vocab": 20, "reduction": "none"}
 REDUCTIONS = ("mean", "sum", "none")
+SMALLER: Problem = {"M": 5, "V": 1030}
 EACH: dict[str, Problem] = {
-    "plain": {},
-    "label-smoothing": {"label_smoothing": 0.1},
-    "z-loss": {"z_loss": 0.01, "valid_vocab": 1000},
-    "softcap": {"softcap": 3.0, "ignore_index": 1},
-    "every option": {**EVERY, "valid_vocab": 1030},
+    "plain": SMALLER,
+    "label-smoothing": {**SMALLER, "label_smoothing": 0.1},
+    "z-loss": {**SMALLER, "z_loss": 0.01, "valid_vocab": 1000},
+    "softcap": {**SMALLER, "softcap": 3.0, "ignore_index": 1},
+    "every option": {**SMALLER, **EVERY, "valid_vocab": 1030},
 }
 SHAPES: dict[str, Problem] = {
     "one-element-left-over": {"M": (3, 5), "V": 33},
@@ -170,17 +171,8 @@ CROSS_ENTROPY = Spec(
             f"{label} {reduction}{' in place' * in_place}": {
                 **shape, "ignored": True, "reduction": reduction, "inplace_grad": in_place
             }
-            for label, shape in SHAPES.items()
-            for reduction in ("mean", "none")
-            for in_place in (False, True)
-        },
-        **{
-            f"{label} {reduction}{' in place' * in_place}": {
-                "M": 5, "V": 1030, **chosen,
-                "ignored": True, "reduction": reduction, "inplace_grad": in_place,
-            }
-            for label, chosen in EACH.items()
-            for reduction in REDUCTIONS
+            for label, shape in (SHAPES | EACH).items()
+            for reduction in (("mean", "none") if label in SHAPES else REDUCTIONS)
             for in_place in (False, True)
         },
     },
