@@ -112,7 +112,7 @@ def attend(
     else:
         hidden = ~mask[:, :, None]  # broadcast over the group
         # a finite floor: with -inf the softmax of a row that sees no key is NaN
-        weights = scores.masked_fill(hidden, torch.finfo(wide).min).softmax(-1)
+        weights = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1)
         weights = weights.masked_fill(hidden, 0.0)
     if dropout_mask is None:
         weights = torch.nn.functional.dropout(weights, dropout_p)
