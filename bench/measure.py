@@ -167,7 +167,8 @@ def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 class Checker:
     """Checks whether the results of a case's implementations are correct.
 
-    It computes the truth and PyTorch's own error once, for the part that `Spec.probe` picks. The
+    It computes the truth and PyTorch's own error once; of attention, as the weights of all take too
+    much memory, for the last head of the last sequence, which is independent of all others. The
     reference runs in fp64, or in fp32 on CUDA where the inputs are narrower.
     """
 
@@ -176,15 +177,21 @@ class Checker:
         self.inputs = {name: x.detach() for name, x in case.inputs(on).items()}
         if self.spec.random is not None:
             return
-        probe, shape = self.spec.probe, self.spec.probed(case.shape)
+        shape, self.heads = case.shape, 0
+        if self.spec.name in ("attention", "attention_packed"):
+            shape, self.heads = {**shape, "B": 1, "H": 1, "K": 1}, shape["H"]
         whole = self.spec.call(self.spec.ref, case.shape, "meta")
         outputs = as_tuple(whole(*(x.to("meta") for x in self.inputs.values())))
         self.shapes, self.terms = [y.shape for y in outputs], self.spec.terms(shape)
-        part = {name: probe(name, x) for name, x in self.inputs.items()}
+        part = {name: self._part(x) for name, x in self.inputs.items()}
         wide = torch.float64 if on == "cpu" or self.dtype == torch.float32 else torch.float32
         eager, ref = (self.spec.call(f, shape, on) for f in (self.spec.eager, self.spec.ref))
         self.eager = self._results(eager, part, self.dtype)
         self.truth = self._results(ref, part, wide)
+
+    def _part(self, x: Tensor) -> Tensor:
+        """Returns the last head of x, or where x is q, k and v in one, of each of them."""
+        return x[-1:, :, self.heads - 1 :: self.heads] if self.heads else x
 
     def _results(self, call: Call, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
         """Runs an implementation; with a part of the inputs, on that part of the upstream."""
@@ -193,7 +200,7 @@ class Checker:
             generator = torch.Generator(self.on).manual_seed(i + 1)
             drawn = torch.randn(self.shapes[i], generator=generator, device=self.on)
             drawn = drawn.to(self.dtype)
-            return drawn if y.shape == drawn.shape else self.spec.probe(f"output {i}", drawn)
+            return drawn if y.shape == drawn.shape else self._part(drawn)
 
         return outputs_and_gradients(
             call, inputs, dtype, draw if self.spec.differentiable else None
@@ -206,7 +213,7 @@ class Checker:
             wrong = self.spec.random(copies, call(*copies.values()))
             return wrong, float(bool(wrong))
         found = self._results(call, copies, self.dtype).items()
-        got = {name: self.spec.probe(name.removeprefix("gradient of "), x) for name, x in found}
+        got = {name: self._part(x) for name, x in found}
         for name, true in self.truth.items():
             if name not in got or got[name].shape != true.shape:
                 return [f"{name}: wrong shape, or missing"], math.inf
@@ -230,8 +237,8 @@ def timed_pass(case: Case, call: Call, which: str, inputs: Inputs) -> Timed:
     upstream: list[Tensor] = []
 
     def fresh() -> Inputs:
-        over = case.spec.overwritten  # a leaf must not be overwritten, its copy may
-        return {name: x.clone() if name == over else x for name, x in inputs.items()}
+        over = case.shape.get("inplace_grad")  # a leaf must not be overwritten, its copy may
+        return {k: x.clone() if over and x.requires_grad else x for k, x in inputs.items()}
 
     def forward(arguments: Inputs) -> tuple[Inputs, tuple[Tensor, ...]]:
         outputs = as_tuple(call(*arguments.values()))

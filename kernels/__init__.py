@@ -1,8 +1,12 @@
 """Fused Triton ops for the training step of a GPT, one folder for each op: `fastgpt.kernels`.
 
 In each folder `op` has the public function, its checks and its plain PyTorch reference
-(`<op>_ref`; attention's is in `plain`), `device` the Triton kernels and what launches them (for
-attention `forward` and `backward`).
+(`<op>_ref`; of attention and the losses it is in `plain`), `device` the Triton kernels and what
+launches them (of attention `forward` and `backward`). What is faster than the reference on a CPU is
+in `cpu`, or in `op` where it is the whole op.
+
+The kernels run on CUDA, and on CPU tensors in Triton's interpreter; anywhere else a plain form
+does. A gradient of a gradient raises where they run.
 """
 
 if __name__ == "kernels":  # imported in the repository's root: leads to fastgpt.kernels
@@ -10,7 +14,7 @@ if __name__ == "kernels":  # imported in the repository's root: leads to fastgpt
 
     __getattr__ = stand_in(__path__)
 else:
-    from .attention.blocked import attention_blocked
+    from .attention.cpu import attention_blocked
     from .attention.dropout import attention_dropout_mask
     from .attention.op import attention, attention_packed
     from .attention.plain import attention_ref

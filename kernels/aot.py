@@ -13,7 +13,7 @@ its declared instruction, and a loop that waits for a load that it has just aske
 
 --base compiles only what differs from a commit and compares it with that commit: more registers,
 memory, instructions or clocks, a lost fence or tensor-core instruction, a variant that is gone, and
-another bit of a result in the first problem of the op, executed for sm_90, are worse and exit with
+another bit of a result in the op's structural problems, executed for sm_90, are worse and exit with
 1. Without COMMIT it is HEAD if files of kernels/ are changed, else its parent. A line
 `Kernel-cost: TEXT` in the message of a later commit accepts the findings that contain TEXT.
 --static adds the load of each unit in each main loop and the speed limit that follows
@@ -30,6 +30,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from .proof.compile import CompileResult, Config, compile_all, fingerprint
@@ -120,7 +121,9 @@ def compare_with(commit: str, configs: Sequence[Config], args: argparse.Namespac
     new, touched = what_differs(old["fingerprints"], configs, specs_of(args.op or ()))
     log = git("log", "--format=%(trailers:key=Kernel-cost,valueonly)", f"{commit}..HEAD").decode()
     accepted = [line.strip() for line in log.splitlines() if line.strip()]
-    found = compare(old, report(new, touched, [90], jobs=args.jobs))
+    found = compare(
+        old, report(new, touched, [90], problems=attrgetter("structural"), jobs=args.jobs)
+    )
     worse = show(found, accepted)
     print(f"{len(new)} of {len(configs)} variants differ from {commit}, {worse} findings are worse")
     return worse

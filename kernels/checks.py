@@ -18,19 +18,12 @@ def padded(D: int) -> int:
 
 
 def check_like(
-    name: str,
-    x: Tensor,
-    shape: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    like: Tensor,
+    name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor,
     called: str = "q",
-) -> None:
-    """Raises ValueError unless x has this shape, one of `dtypes` and the device of another tensor.
+) -> None:  # fmt: skip
+    """Raises ValueError unless x has this shape, one of `dtypes` and the device of `like`.
 
-    Args:
-        name: how the message calls x.
-        like: the tensor on whose device x is expected.
-        called: how the message calls `like`.
+    The messages call x `name`, and the other tensor `called`.
     """
     if x.shape != shape:
         raise ValueError(f"{name}: expected {tuple(shape)}, got {tuple(x.shape)}")
@@ -47,8 +40,7 @@ def check_float(
 ) -> None:
     """Raises ValueError unless x is fp32, fp16 or bf16, of `shape`, on the device of `like`.
 
-    `like` is the op's first argument, called x. To check x itself, whose dtype alone matters, pass
-    neither a shape nor `like`.
+    `like` is the op's first argument, called x. Without a shape or `like` any will do.
     """
     shape = x.shape if shape is None else shape
     check_like(name, x, shape, DTYPES, x if like is None else like, called="x")
@@ -56,19 +48,13 @@ def check_float(
 
 def check_head(name: str, x: Tensor) -> None:
     """Raises ValueError unless the kernels accept the dtype and head dimension of x (..., D)."""
-    if x.dtype not in DTYPES:
-        raise ValueError(f"{name}: expected fp32, fp16 or bf16, got {x.dtype}")
+    check_float(name, x)
     if not 1 <= x.shape[-1] <= MAX_D:
         raise ValueError(f"{name}: expected a head dimension from 1 to {MAX_D}, got {x.shape[-1]}")
 
 
 def check_qkv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    names: tuple[str, str] = ("k", "v"),
-    paged: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v"), paged: bool = False
 ) -> None:
     """Raises ValueError unless keys and values fit the queries.
 

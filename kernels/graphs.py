@@ -39,9 +39,8 @@ def merge_sums(graph: Graph) -> None:
     from .rows import MOST  # imports Triton
 
     group: list[Node] = []
-    for call in graph.find_nodes(
-        op="call_function", target=torch.ops.fastgpt.reduce_partials.default
-    ):
+    target = torch.ops.fastgpt.reduce_partials.default
+    for call in graph.find_nodes(op="call_function", target=target):
         several = sum(len(_matrices(node)) for node in (*group, call)) > MOST
         if several or _needs(call, group):
             _merge(graph, group)

@@ -9,12 +9,12 @@ publish it: docs/kernels/hub.md. Format: huggingface.co/docs/kernels, "Kernel re
 """
 
 import argparse
-import base64
-import hashlib
 import json
 import re
 import shutil
 import textwrap
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,9 @@ def files() -> dict[str, bytes]:
 def metadata(contents: dict[str, bytes], backend: str, version: int) -> dict[str, Any]:
     """Returns a variant's metadata.json, whose `id` is another after any change of its files."""
     digests = {
-        name: base64.b64encode(hashlib.sha256(content).digest()).decode()
-        for name, content in contents.items()
+        name: b64encode(sha256(content).digest()).decode() for name, content in contents.items()
     }
-    unique = hashlib.sha256(json.dumps([version, digests]).encode()).hexdigest()[:12]
+    unique = sha256(json.dumps([version, digests]).encode()).hexdigest()[:12]
     return {
         "name": "fastgpt-kernels",
         "id": f"_fastgpt_kernels_{backend}_{unique}",

@@ -35,12 +35,9 @@ def ulp(value: float, dtype: torch.dtype) -> float:
 
 
 def complaints(
-    got: Mapping[str, Tensor],
-    torchs: Mapping[str, Tensor],
-    truth: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    terms: int = TERMS,
-) -> list[str]:
+    got: Mapping[str, Tensor], torchs: Mapping[str, Tensor], truth: Mapping[str, Tensor],
+    dtype: torch.dtype, terms: int = TERMS,
+) -> list[str]:  # fmt: skip
     """Returns a line for each output or gradient whose error exceeds the tolerance.
 
     Args:
@@ -107,13 +104,9 @@ def outputs_and_gradients(
 
 
 def faults(
-    implementations: Sequence[Op],
-    inputs: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    *,
-    gradients: bool = True,
-    terms: int = TERMS,
-) -> list[str]:
+    implementations: Sequence[Op], inputs: Mapping[str, Tensor], dtype: torch.dtype, *,
+    gradients: bool = True, terms: int = TERMS,
+) -> list[str]:  # fmt: skip
     """Returns the `complaints` about an op for `inputs` cast to a dtype, and random gradients.
 
     Args:

@@ -4,7 +4,6 @@ Shapes
     M = rows, N = columns, P = partial sums of each column
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -67,21 +66,19 @@ def _reduce_partials_kernel(
     tl.store(sums_ptr + offs_n, tl.sum(sums, axis=0), mask=mask_n)
 
 
-def reduce_partials(matrices: list[Tensor]) -> Tensor:
-    """Returns the column sums of matrices of partial sums (P, N), fp32, one after the other."""
-    columns = sum(x.shape[1] for x in matrices)
-    sums = torch.empty(columns, dtype=torch.float32, device=matrices[0].device)
+def reduce_partials(parts: Tensor, more: list[Tensor], sums: Tensor) -> None:
+    """Writes the column sums of matrices of partial sums (P, N), fp32, one after the other."""
+    matrices = [parts, *more]
     if not any(len(x) for x in matrices):
-        return sums.zero_()
-    first = 0
+        sums.zero_()
+        return
     for i in range(0, len(matrices), MOST):
         some = [x.contiguous() for x in matrices[i : i + MOST]]
         again = [some[0]] * (MOST - len(some))  # not read: the grid has no programs for them
         columns = [x.shape[1] for x in some]
         launch(
             _reduce_partials_kernel, (triton.cdiv(max(columns), 32), len(some)),
-            sums[first:], *some, *again, *(size for x in (*some, *again) for size in x.shape),
+            sums, *some, *again, *(size for x in (*some, *again) for size in x.shape),
             BLOCK_P=64, BLOCK_N=32, num_warps=8,
         )  # fmt: skip
-        first += sum(columns)
-    return sums
+        sums = sums[sum(columns) :]

@@ -1,17 +1,18 @@
 """Runtime of all Triton ops: where kernels run, and how they are launched and registered.
 
-An op is registered once, as an `Op`, and is then one node to torch.compile. Launchers allocate
+An op is registered once, as an `Op`, and is then one node to torch.compile. All is allocated
 with `torch.empty` alone (tests replace it by one that puts poisoned rows around every buffer) and
-launch through `launch` alone, which counts launches and can hand them to a fake device instead:
+launched through `launch` alone, which counts launches and can hand them to a fake device instead:
 `kernels.aot` compiles exactly what is recorded, `simgpu.executor` runs it on the CPU. Nothing
 here imports triton, which macOS lacks.
 """
 
 import functools
 import os
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -42,7 +43,7 @@ LAUNCHES: Counter[str] = Counter()
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Returns True if Triton kernels run on `device`: CUDA, or any device in the interpreter."""
+    """Returns True if Triton kernels run on `device`: CUDA, or a CPU in the interpreter."""
     return _is_cuda(device) or (INTERPRETING and device.type == "cpu") or _fake_device is not None
 
 
@@ -128,24 +129,20 @@ _fake_device: FakeDevice | None = None
 def recording(arch: int) -> Iterator[list[Launch]]:
     """Records launches instead of running them, as if on a device of `arch`; use meta tensors."""
     launches: list[Launch] = []
-    with _use(FakeDevice(arch, H100_PROCESSORS, launches.append, runs=False)):
+    with executing(arch, launches.append, H100_PROCESSORS, runs=False):
         yield launches
 
 
 @contextmanager
-def executing(arch: int, run: Callable[[Launch], None], multiprocessors: int = 2) -> Iterator[None]:
+def executing(
+    arch: int, run: Callable[[Launch], None], multiprocessors: int = 2, *, runs: bool = True
+) -> Iterator[None]:
     """Hands launches to `run` as if the device of CPU tensors were of `arch`.
 
     With two multiprocessors, as in the interpreter, small problems reach the loops over rows.
     """
-    with _use(FakeDevice(arch, multiprocessors, run, runs=True)):
-        yield
-
-
-@contextmanager
-def _use(device: FakeDevice) -> Iterator[None]:
     global _fake_device
-    before, _fake_device = _fake_device, device
+    before, _fake_device = _fake_device, FakeDevice(arch, multiprocessors, run, runs)
     try:
         yield
     finally:
@@ -167,22 +164,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         patch_bf16()
         kernel[grid](*args, **meta)
         return
-    sm = arch(args[0].device)
-    if fences.needs_fence(sm):
-        with fences.compile_with_fences(kernel, sm):
-            _launch_on(args[0].device, kernel, grid, args, meta)
-    else:
-        _launch_on(args[0].device, kernel, grid, args, meta)
-
-
-def _launch_on(
-    device: torch.device, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Any
-) -> None:
-    if device.index == torch.cuda.current_device():
+    device: torch.device = args[0].device
+    elsewhere, sm = device.index != torch.cuda.current_device(), arch(device)
+    with (
+        torch.cuda.device(device) if elsewhere else nullcontext(),
+        fences.compile_with_fences(kernel, sm) if fences.needs_fence(sm) else nullcontext(),
+    ):
         kernel[grid](*args, **meta)
-    else:
-        with torch.cuda.device(device):
-            kernel[grid](*args, **meta)
 
 
 # --- registration ---------------------------------------------------------------------------------
@@ -217,19 +205,25 @@ class Op:
             impl: runs the op on CUDA tensors, and on CPU tensors in the interpreter.
             fake: returns outputs with the right shapes, strides and dtypes, for the same arguments.
             setup_context: (ctx, inputs, output); saves what `backward` needs.
-            backward: (ctx, *gradients of the outputs, None where there is none) -> one gradient for
-                each input; without it, a backward through the op raises.
+            backward: (ctx, *gradients of the outputs, None where there is none, but not for all)
+                -> gradients of the first inputs; without it, a backward through the op raises.
         """
         name, parenthesis, rest = schema.partition("(")
         self.name = f"{NAMESPACE}::{name}"
         self.impl, self.fake, self.setup_context = impl, fake, setup_context
-        backward = backward or self._refuse
         torch.library.define(self.name, parenthesis + rest, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(self.name, ("cpu", "cuda"), impl)
         torch.library.register_fake(self.name, self._fake)
-        torch.library.register_autograd(self.name, backward, setup_context=self._setup_context)
         self.dispatched = getattr(getattr(torch.ops, NAMESPACE), name)
-        methods = {"forward": self._forward, "backward": once_differentiable(backward)}
+        inputs = len(self.dispatched.default._schema.arguments)
+
+        def padded(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+            none = all(gradient is None for gradient in gradients)
+            found = () if none else (backward or self._refuse)(ctx, *gradients)
+            return *found, *[None] * (inputs - len(found))
+
+        torch.library.register_autograd(self.name, padded, setup_context=self._setup_context)
+        methods = {"forward": self._forward, "backward": once_differentiable(padded)}
         self.function: Any = type(name, (torch.autograd.Function,), methods)
 
     def __call__(self, *args: Any) -> Any:
@@ -253,6 +247,31 @@ class Op:
 
     def _refuse(self, ctx: Any, *gradients: Tensor | None) -> NoReturn:
         raise NotImplementedError(f"{self.name} cannot be differentiated: no double backward")
+
+
+def like(x: Tensor) -> Tensor:
+    """Allocates a contiguous tensor of the shape, dtype and device of x, whatever its strides."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def filled(outputs: Callable[..., Any], launcher: str) -> Callable[..., Any]:
+    """Makes the function that runs an op: it allocates the outputs, which a launcher then fills.
+
+    Args:
+        outputs: allocates them by `torch.empty`, for the op's arguments.
+        launcher: "module:name", called as launcher(*arguments, *outputs). Its module is imported
+            when first run, because triton is missing on macOS and slow to import.
+    """
+
+    def run(*args: Any) -> Any:
+        made = outputs(*args)
+        _resolved(launcher)(*args, *((made,) if isinstance(made, Tensor) else made))
+        return made
+
+    return run
+
+
+_resolved = functools.cache(pkgutil.resolve_name)
 
 
 @functools.cache

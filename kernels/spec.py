@@ -5,7 +5,8 @@ them. The conformance tests, the tests on CUDA, the bench, the trial of `--ops.*
 ahead-of-time check read these and nothing else about an op.
 
 A problem is a dict of sizes and choices, {"M": 7, "N": 123, "kind": "swiglu"}: `inputs` makes the
-tensors of it and `options` the keyword arguments.
+tensors of it and `options` the keyword arguments. A `STRUCTURAL` one is for all checks, another for
+that of the tolerance alone; where an op has none, its first problem is.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from .parity import TERMS, faults
 from .proof.compile import Variant
 
 Problem = Mapping[str, Any]
+STRUCTURAL: Problem = {"structural": True}
 Work = dict[str, tuple[float, float]]
 """FLOPs and bytes of each pass ("fwd", "bwd", "both"): (matmul FLOPs, bytes of memory)."""
 
@@ -31,24 +33,44 @@ class Make(Protocol):
         ...
 
 
+def short(dtype: torch.dtype | None) -> str:
+    """Returns the name of a dtype in labels."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", None: "none"}
+    return names[dtype]
+
+
+def meta(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns a tensor without memory, with which a variant is launched."""
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def step(op: Callable[..., Any], *inputs: Tensor | None, **options: Any) -> None:
+    """Calls an op and its backward for all gradients."""
+    leaves = [None if x is None else x.requires_grad_() for x in inputs]
+    found = op(*leaves, **options)
+    outputs = [found] if isinstance(found, Tensor) else list(found)
+    wanted = [x for x in leaves if x is not None]
+    torch.autograd.grad(outputs, wanted, [torch.empty_like(y) for y in outputs])
+
+
 def no_options(problem: Problem, device: torch.device | str) -> dict[str, Any]:
     return {}
 
 
-def no_products(problem: Problem) -> dict[str, int]:
-    return {}
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """Changes of the first problem's sizes; by default those of an op on rows, `M` of them."""
 
-
-def full_tensor(name: str, x: Tensor) -> Tensor:
-    return x
-
-
-def same(problem: Problem) -> Problem:
-    return problem
-
-
-def few_terms(problem: Problem) -> int:
-    return TERMS
+    growing: tuple[Problem, ...] = tuple(
+        {"M": M} for M in ((2, 5), (3, 5), (4, 8), (5, 9), 1, 15, 16, 17, 4096, 65_537)
+    )
+    """Sizes that must not cause a new compilation: the first four not in torch.compile, which
+    specialises on sizes 0 and 1; none in Triton."""
+    empty: tuple[Problem, ...] = ({"M": 0}, {"M": (3, 0)})
+    """Sizes of empty tensors."""
+    far: tuple[Problem, ...] = ({"M": 3},)
+    """Sizes of tensors with three rows, to lie 2**30 elements apart: the first dimension of size 3
+    that is not the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +87,21 @@ class Spec:
     """Reference: the op in plain PyTorch, and the truth when it runs in fp64."""
     eager: Callable[..., Any]
     """PyTorch's own ops for the same computation, whose error sets the tolerance."""
+    cpu: Callable[..., Any] | None = None
+    """Function that the model calls on a CPU instead of `op`, if another is faster there."""
     inputs: Callable[[Problem, Make], dict[str, Tensor]]
     """Function that makes the tensors of a test problem by argument name."""
     options: Callable[[Problem, torch.device | str], dict[str, Any]] = no_options
     """Function that makes the keyword arguments of a problem, which get no gradient."""
-    launches: Callable[[Problem], tuple[str, ...]]
+    launches: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
     """Function that names the kernels which forward and backward of a problem launch."""
-    variants: Callable[[int], Iterator[Variant]]
+    variants: Callable[[int], Iterator[Variant]] = lambda arch: iter(())
     """Function that yields the kernel variants that ship for an architecture."""
     work: Callable[[Problem, int], Work]
-    """Function that counts the op's minimal FLOPs and bytes, given the bytes of an element."""
-    multiply_adds: Callable[[Problem], Mapping[str, int]] = no_products
-    """Function that counts the fewest multiply-adds of tensor cores, by kernel."""
+    """Function that counts the op's minimal FLOPs and bytes, given the bytes of an element.
+
+    Without a backward pass in it the op has no gradient.
+    """
     problems: Mapping[str, Problem]
     """Small and awkward problems that reach every branch of the kernels; the first is typical."""
     sizes: Mapping[str, Mapping[str, Problem]]
@@ -85,35 +110,9 @@ class Spec:
 
     On CUDA they are tested as well. The first of a device is the one that `--quick` measures.
     """
-    structural: tuple[str, ...] = ()
-    """Labels of the problems for all checks but the tolerance; () is the first one."""
-    growing: tuple[Problem, ...] = ()
-    """Changes of the first problem's sizes that must not cause a new compilation.
-
-    The first four must not in torch.compile, which specialises on sizes 0 and 1; none may in
-    Triton.
-    """
-    empty: tuple[Problem, ...] = ()
-    """Changes that make the first problem's tensors empty."""
-    far: tuple[Problem, ...] = ()
-    """Changes that give the first problem's tensors three rows, to lie 2**30 elements apart.
-
-    The rows are the first dimension of size 3 that is not the last.
-    """
-    terms: Callable[[Problem], int] = few_terms
+    changes: Changes = Changes()
+    terms: Callable[[Problem], int] = lambda problem: TERMS
     """Length of the longest sum that is added one term after the other: see `parity.complaints`."""
-    differentiable: bool = True
-    cpu: Callable[..., Any] | None = None
-    """Function that the model calls on a CPU instead of `op`, if another is faster there."""
-    overwritten: str = ""
-    """Input that `op` overwrites with its gradient, if its option `inplace_grad` is set."""
-    probe: Callable[[str, Tensor], Tensor] = full_tensor
-    """Function that picks the part of a tensor to check, where checking all takes too much memory.
-
-    The part is itself a whole problem. Called as probe("q" or "output 0", tensor).
-    """
-    probed: Callable[[Problem], Problem] = same
-    """Function that gives the sizes of the part of a problem that `probe` picks."""
     exempt: Mapping[str, str] = field(default_factory=dict)
     """Names of checks that the op need not pass, each with the reason."""
     random: Callable[[dict[str, Tensor], Any], list[str]] | None = None
@@ -122,16 +121,26 @@ class Spec:
     It returns what is wrong with an output for these inputs, in words.
     """
 
+    @property
+    def first(self) -> Problem:
+        """The typical problem."""
+        return next(iter(self.problems.values()))
+
+    @property
+    def structural(self) -> list[str]:
+        """Labels of the problems for all checks."""
+        return [x for x, s in self.problems.items() if "structural" in s] or [*self.problems][:1]
+
+    @property
+    def differentiable(self) -> bool:
+        return "bwd" in self.work(self.first, 1)
+
     def call(
         self, f: Callable[..., Any], problem: Problem, device: torch.device | str
     ) -> Callable[..., Any]:
         """Returns `f` (op, ref, eager or cpu) with the keyword arguments of a problem filled in."""
         options = self.options(problem, device)
-
-        def bound(*tensors: Tensor, **more: Any) -> Any:
-            return f(*tensors, **options, **more)
-
-        return bound
+        return lambda *tensors, **more: f(*tensors, **options, **more)
 
     def faults(self, device: torch.device | str, dtype: torch.dtype) -> list[str]:
         """Checks the first problem on a device by the rule of `parity`; returns what is wrong."""
@@ -140,13 +149,12 @@ class Spec:
             return (torch.randint(below, sizes) if below else torch.randn(sizes)).to(device)
 
         torch.manual_seed(0)
-        problem = next(iter(self.problems.values()))
         ours = self.op if torch.device(device).type == "cuda" else self.cpu or self.op
-        forms = [self.call(f, problem, device) for f in (ours, self.eager, self.ref)]
-        inputs = self.inputs(problem, make)
+        forms = [self.call(f, self.first, device) for f in (ours, self.eager, self.ref)]
+        inputs = self.inputs(self.first, make)
         if self.random is not None:
             return self.random(inputs, forms[0](*inputs.values()))
-        terms = self.terms(problem)
+        terms = self.terms(self.first)
         return faults(forms, inputs, dtype, gradients=self.differentiable, terms=terms)
 
 

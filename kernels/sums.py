@@ -7,20 +7,19 @@ launch the partial sums of several backwards.
 import torch
 from torch import Tensor
 
-from .runtime import Op
+from .runtime import Op, filled
 
 
-def _sum(parts: Tensor, more: list[Tensor]) -> Tensor:
-    from .rows import reduce_partials  # imported when first run: triton is missing on macOS
-
-    return reduce_partials([parts, *more])
-
-
-def _sum_fake(parts: Tensor, more: list[Tensor]) -> Tensor:
-    return parts.new_empty(sum(x.shape[1] for x in (parts, *more)), dtype=torch.float32)
+def _sums(parts: Tensor, more: list[Tensor]) -> Tensor:
+    columns = sum(x.shape[1] for x in (parts, *more))
+    return torch.empty(columns, dtype=torch.float32, device=parts.device)
 
 
-_reduce_partials = Op("reduce_partials(Tensor parts, Tensor[] more) -> Tensor", _sum, _sum_fake)
+_reduce_partials = Op(
+    "reduce_partials(Tensor parts, Tensor[] more) -> Tensor",
+    filled(_sums, f"{__package__}.rows:reduce_partials"),
+    _sums,
+)
 
 
 def split_grads(parts: Tensor, *dtypes: torch.dtype | None) -> list[Tensor | None]:

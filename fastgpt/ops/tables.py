@@ -18,7 +18,7 @@ from fastgpt import kernels
 from fastgpt.config.config import OpsConfig
 from fastgpt.device.device import kind_of
 from fastgpt.errors import UserError
-from fastgpt.kernels.rotary.op import rotary_plain
+from fastgpt.kernels.rotary.cpu import rotary_plain
 from fastgpt.kernels.runtime import runs_kernels
 from fastgpt.ops import torch_ops
 from fastgpt.ops.protocols import Norms, Op, Ops, PairOp

@@ -212,9 +212,6 @@ def _attention_bwd_dkv_kernel(
     store_rows(dv_ptr + offset, stride_dkt, start_n, Tk, dv, BLOCK_N, D, BLOCK_D)
 
 
-# --- launch ---------------------------------------------------------------------------------------
-
-
 def attention_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: AttentionOptions, grads: tuple[Tensor, ...],

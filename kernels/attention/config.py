@@ -31,19 +31,10 @@ _tried: dict[str, dict[str, int]] = {}
 
 
 def config(step: str, x: Tensor, meta: dict[str, Any], arch: int) -> dict[str, int]:
-    """Returns the settings with which to launch `step` on tensors like `x`.
+    """Returns the settings with which to launch `step` on tensors like `x`, to be added to `meta`.
 
     They are BLOCK_M, BLOCK_N, num_warps, num_stages, and maxnreg where a bound on registers lets
-    two blocks share a multiprocessor.
-
-    Args:
-        step: "fwd", "dq" or "dkv".
-        x: any of q, k, v.
-        meta: the constexprs of the launch.
-        arch: compute capability as one number, see `runtime.arch`.
-
-    Returns:
-        dict[str, int]: to be added to `meta`.
+    two blocks share a multiprocessor. `meta` has the other constexprs of the launch.
     """
     plain = meta["D"] == meta["BLOCK_D"] and not (
         meta["WINDOW"] or meta["DOCS"] or meta["DROPOUT"] or meta["GROUP"] > 1
@@ -74,11 +65,8 @@ def shipped(arch: int, step: str, bits: int, D: int, plain: bool) -> dict[str, i
 
 def serves(row: dict[str, Any], call: tuple[str, int, int, bool]) -> bool:
     """Returns True if a row of the table is for a call of (step, bits, D, plain)."""
-    for key, value in zip(KEYS, call, strict=True):
-        named = row.get(key, value)
-        if value not in (named if isinstance(named, list) else [named]):
-            return False
-    return True
+    named = ((row.get(key, value), value) for key, value in zip(KEYS, call, strict=True))
+    return all(value in (it if isinstance(it, list) else [it]) for it, value in named)
 
 
 @functools.cache

@@ -25,7 +25,6 @@ Source
 import math
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -327,19 +326,17 @@ def together_in_cache(x: Tensor, heads_each: float, num_heads: int) -> int:
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
-) -> tuple[Tensor, Tensor]:
-    """Computes attention: returns the output and the base-2 log-sum-exp of each query's scores.
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor
+) -> None:
+    """Computes attention: writes the output and the base-2 log-sum-exp of each query's scores.
 
     The log-sum-exp is (B, H, Tq), and +inf where a query sees no key.
     """
-    (B, Tq, H, D), Tk = q.shape, k.shape[1]
-    out = torch.empty((B, Tq, H, D), dtype=q.dtype, device=q.device)
-    lse = torch.empty((B, H, Tq), dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out, lse
-    if Tk == 0:
-        return out.zero_(), lse.fill_(math.inf)
+    (B, Tq, H, _), Tk = q.shape, k.shape[1]
+    if out.numel() == 0 or Tk == 0:
+        out.zero_()
+        lse.fill_(math.inf)
+        return
     q, k, v = readable(q), readable(k), readable(v)
     meta = constexprs(q, k, options)
     meta |= config("fwd", q, meta, arch(q.device))
@@ -350,4 +347,3 @@ def attention_fwd(
         Tq, Tk, B * H, together_in_cache(k, 1 / meta["GROUP"], B * H), options.window or 0,
         options.scales(q)[1], *options.dropout(), **meta,
     )  # fmt: skip
-    return out, lse

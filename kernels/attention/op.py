@@ -6,155 +6,104 @@ Shapes
 Source
     Vaswani et al. 2017, arXiv:1706.03762, eq. 1.  Grouped heads: Ainslie et al. 2023,
     arXiv:2305.13245.  Backward and traffic: docs/kernels/attention.md.
-
-On CUDA, and on CPU tensors in Triton's interpreter, the kernels of `forward` and `backward` run;
-anywhere else the plain form, `kernels.attention.plain`, does. A gradient of a gradient raises where
-the kernels run.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
-from ..runtime import Op, autocast_dtype, runs_kernels
+from ..runtime import Op, autocast_dtype, like, runs_kernels
 from .plain import AttentionOptions, attention_seeded_ref
 
-# --- the op ---------------------------------------------------------------------------------------
-# The kernels are imported when first run: triton is missing on macOS and slow to import.
+# --- ops ------------------------------------------------------------------------------------------
 
 OPTIONS = (
     "Tensor? starts, Tensor? ends, Tensor? seed, float? scale, bool causal, SymInt? window, "
     "float dropout_p"
 )
 """The fields of `AttentionOptions` in the form of an op schema."""
-NO_GRADIENTS = (None,) * len(AttentionOptions._fields)
-"""Gradients of the options."""
+Parts = tuple[Tensor, Tensor, Tensor]
+"""q, k and v, or their gradients."""
 
 
-def _fwd(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    from .forward import attention_fwd
+def _registered(name: str, tensors: str, others: str, parts: Callable[..., Parts]) -> Op:
+    """Registers the forward and backward of attention on tensors that contain q, k and v.
 
-    return attention_fwd(q, k, v, AttentionOptions(*options))
+    Args:
+        tensors: the tensors in the form of an op schema, without "Tensor".
+        others: the arguments between them and the options.
+        parts: returns q, k and v for the tensors and others, or their gradients for gradients.
+    """
+    number, declared = len(tensors.split()), "".join(f"Tensor {x}, " for x in tensors.split())
+    start = number + bool(others)  # of the options
+    results = "Tensor" if number == 1 else "(Tensor, Tensor, Tensor)"
 
+    def outputs(*args: Any) -> tuple[Tensor, Tensor]:
+        q, _, _ = parts(*args[:start])
+        (B, Tq, H, _) = q.shape
+        return like(q), torch.empty((B, H, Tq), dtype=torch.float32, device=q.device)
 
-def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    B, Tq, H = q.shape[:3]
-    return q.new_empty(q.shape), q.new_empty((B, H, Tq), dtype=torch.float32)
+    def fwd(*args: Any) -> tuple[Tensor, Tensor]:
+        # imported when first run: triton is missing on macOS and slow to import
+        from .forward import attention_fwd
 
+        out, lse = outputs(*args)
+        attention_fwd(*parts(*args[:start]), AttentionOptions(*args[start:]), out, lse)
+        return out, lse
 
-def _bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    from .backward import attention_bwd
+    def grads(dout: Tensor, *args: Any) -> Any:
+        made = tuple(map(like, args[:number]))
+        return made[0] if number == 1 else made
 
-    grads = _empty(q), _empty(k), _empty(v)
-    attention_bwd(dout, q, k, v, out, lse, AttentionOptions(*options), grads)
-    return grads
+    def bwd(dout: Tensor, *args: Any) -> Any:
+        from .backward import attention_bwd
 
+        (*inputs, out, lse), options = args[: start + 2], AttentionOptions(*args[start + 2 :])
+        made = grads(dout, *args)
+        of_parts = parts(*((made,) if number == 1 else made), *inputs[number:])
+        attention_bwd(dout, *parts(*inputs), out, lse, options, of_parts)
+        return made
 
-def _empty(x: Tensor) -> Tensor:
-    """Allocates a contiguous tensor like x, whatever the strides of x are."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:number], *output, *inputs[start : start + 3])
+        ctx.others, ctx.settings = inputs[number:start], inputs[start + 3 :]
+        ctx.mark_non_differentiable(output[1])
 
+    def backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor, ...]:
+        saved = ctx.saved_tensors
+        made = bwd_op(dout, *saved[:number], *ctx.others, *saved[number:], *ctx.settings)
+        return (made,) if number == 1 else made
 
-def _bwd_fake(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *rest = inputs
-    options, (out, lse) = AttentionOptions(*rest), output
-    ctx.save_for_backward(q, k, v, out, lse, *options.tensors)
-    ctx.settings = options.settings
-    ctx.mark_non_differentiable(lse)
-
-
-def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return None, None, None, *NO_GRADIENTS
-    dq, dk, dv = _attention_bwd(dout, *ctx.saved_tensors, *ctx.settings)
-    return dq, dk, dv, *NO_GRADIENTS
-
-
-_attention_bwd = Op(
-    "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    _bwd,
-    _bwd_fake,
-)
-_attention_fwd = Op(
-    f"attention_fwd(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)",
-    _fwd,
-    _fwd_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-
-# --- the packed op --------------------------------------------------------------------------------
-# It is an op of its own because of the gradient: it takes the projection (B, T, H + 2 K, D) that q,
-# k and v are slices of and returns one gradient for it, written slice by slice. With `attention`
-# autograd would concatenate three gradients, even where q, k and v share a buffer: the split's
-# backward is a node of its own, and an op's outputs must not be views of one buffer.
+    bwd_op = Op(
+        f"{name}_bwd(Tensor dout, {declared}{others}Tensor out, Tensor lse, {OPTIONS}) "
+        f"-> {results}",
+        bwd,
+        grads,
+    )
+    return Op(
+        f"{name}_fwd({declared}{others}{OPTIONS}) -> (Tensor, Tensor)",
+        fwd,
+        outputs,
+        setup_context=setup_context,
+        backward=backward,
+    )
 
 
-def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split(qkv: Tensor, heads: int) -> Parts:
     K = (qkv.shape[2] - heads) // 2
     q, k, v = qkv.split((heads, K, K), dim=2)
     return q, k, v
 
 
-def _packed_fwd(qkv: Tensor, heads: int, *options: Any) -> tuple[Tensor, Tensor]:
-    return _fwd(*_split(qkv, heads), *options)
-
-
-def _packed_fwd_fake(qkv: Tensor, heads: int, *_: Any) -> tuple[Tensor, Tensor]:
-    return _fwd_fake(*_split(qkv, heads))
-
-
-def _packed_bwd(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *options: Any) -> Tensor:
-    from .backward import attention_bwd
-
-    dqkv, heads = _empty(qkv), out.shape[2]
-    grads = _split(dqkv, heads)
-    attention_bwd(dout, *_split(qkv, heads), out, lse, AttentionOptions(*options), grads)
-    return dqkv
-
-
-def _packed_bwd_fake(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
-    return qkv.new_empty(qkv.shape)
-
-
-def _packed_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, _, *rest = inputs
-    options, (out, lse) = AttentionOptions(*rest), output
-    ctx.save_for_backward(qkv, out, lse, *options.tensors)
-    ctx.settings = options.settings
-    ctx.mark_non_differentiable(lse)
-
-
-def _packed_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return None, None, *NO_GRADIENTS
-    dqkv = _attention_packed_bwd(dout, *ctx.saved_tensors, *ctx.settings)
-    return dqkv, None, *NO_GRADIENTS
-
-
-_attention_packed_bwd = Op(
-    f"attention_packed_bwd(Tensor dout, Tensor qkv, Tensor out, Tensor lse, {OPTIONS}) -> Tensor",
-    _packed_bwd,
-    _packed_bwd_fake,
-)
-_attention_packed_fwd = Op(
-    f"attention_packed_fwd(Tensor qkv, SymInt heads, {OPTIONS}) -> (Tensor, Tensor)",
-    _packed_fwd,
-    _packed_fwd_fake,
-    setup_context=_packed_setup_context,
-    backward=_packed_backward,
-)
+_attention = _registered("attention", "q k v", "", lambda q, k, v: (q, k, v))
+# The packed op is of its own because of the gradient: it takes the projection (B, T, H + 2 K, D)
+# that q, k and v are slices of and returns one gradient for it, written slice by slice. With
+# `attention` autograd would concatenate three gradients, even where q, k and v share a buffer: the
+# split's backward is a node of its own, and an op's outputs must not be views of one buffer.
+_attention_packed = _registered("attention_packed", "qkv", "SymInt heads, ", _split)
 
 
 # --- public ---------------------------------------------------------------------------------------
@@ -216,7 +165,7 @@ def attention(
     if scale is not None and scale <= 0:  # the kernels scale after the maximum
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     options = AttentionOptions(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
-    out, _ = _attention_fwd(q, k, v, *options)
+    out, _ = _attention(q, k, v, *options)
     return out
 
 
@@ -260,7 +209,7 @@ def attention_packed(
     _check(q, k, v, scale, window, dropout_p, dropout_seed, doc_ids)
     seed = _seed(q, dropout_p, dropout_seed)
     options = AttentionOptions(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
-    out, _ = _attention_packed_fwd(qkv, heads, *options)
+    out, _ = _attention_packed(qkv, heads, *options)
     return out
 
 

@@ -36,11 +36,6 @@ class AttentionOptions(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.starts, self.ends, self.seed
 
-    @property
-    def settings(self) -> tuple[float | None, bool, int | None, float]:
-        """The options that are no tensors."""
-        return self.scale, self.causal, self.window, self.dropout_p
-
     def scales(self, q: Tensor) -> tuple[float, float]:
         """Returns the scale of the attention scores, for powers of e and for powers of 2."""
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
@@ -52,14 +47,9 @@ class AttentionOptions(NamedTuple):
 
 
 def attention_mask(
-    Tq: int,
-    Tk: int,
-    *,
-    causal: bool,
-    window: int | None = None,
-    doc_ids: Tensor | None = None,
+    Tq: int, Tk: int, *, causal: bool, window: int | None = None, doc_ids: Tensor | None = None,
     device: torch.device | str = "cpu",
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Builds the attention mask: True where a query sees a key; None if every query sees every key.
 
     The last query is aligned with the last key: distance = i + Tk - Tq - j, query i and key j.
@@ -89,17 +79,10 @@ def attention_mask(
 
 
 def attention_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    dropout_p: float = 0.0,
-    dropout_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None,
+    window: int | None = None, dropout_p: float = 0.0, dropout_mask: Tensor | None = None,
     doc_ids: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention in plain PyTorch, scores and softmax in fp32: the reference for every kernel.
 
     Arguments, result and errors are those of `attention`, which draws its mask from a seed; fp64 is
@@ -109,20 +92,28 @@ def attention_ref(
         dropout_mask: bool (B, H, Tq, Tk), True where a weight is kept; drawn at random if None.
     """
     check_qkv(q, k, v)
-    B, Tq, H, D = q.shape
-    Tk, K = k.shape[1:3]
-    factor = D**-0.5 if scale is None else scale
+    Tq, Tk, device = q.shape[1], k.shape[1], q.device
+    mask = attention_mask(Tq, Tk, causal=causal, window=window, doc_ids=doc_ids, device=device)
+    return attend(q, k, v, mask, scale, dropout_p, dropout_mask)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None,
+    dropout_p: float = 0.0, dropout_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes `attention_ref` for the mask of `attention_mask`."""
+    (B, Tq, H, D), K = q.shape, k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = q.to(wide).reshape(B, Tq, K, H // K, D)
-    scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k.to(wide)) * factor
-    mask = attention_mask(Tq, Tk, causal=causal, window=window, doc_ids=doc_ids, device=q.device)
-    if mask is not None:
-        mask = mask[:, :, None]  # broadcast over the group
+    scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k.to(wide))
+    scores = scores * (D**-0.5 if scale is None else scale)
+    if mask is None:
+        weights = scores.softmax(-1)
+    else:
+        hidden = ~mask[:, :, None]  # broadcast over the group
         # a finite floor: with -inf the softmax of a row that sees no key is NaN
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1)
-    if mask is not None:
-        weights = weights.masked_fill(~mask, 0.0)
+        weights = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1)
+        weights = weights.masked_fill(hidden, 0.0)
     if dropout_mask is None:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     else:
@@ -132,14 +123,9 @@ def attention_ref(
 
 
 def attention_seeded_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    **options: Any,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     """`attention_ref` with the mask of a seed and autocast's dtype, as `attention` computes it."""
     q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
     mask = None

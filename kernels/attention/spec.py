@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..proof.compile import Variant
 from ..runtime import recording
-from ..spec import Make, Problem, Spec, Work, work
-from .blocked import attention_blocked
+from ..spec import STRUCTURAL, Changes, Make, Problem, Spec, Work, meta, step, work
+from .cpu import attention_blocked
 from .dropout import attention_dropout_mask
 from .op import attention, attention_packed
 from .plain import attention_mask, attention_seeded_ref
@@ -66,10 +66,12 @@ def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
 
 
 def documents(s: Problem) -> Tensor:
-    """Draws where documents begin, and returns the number of each token's: int64 (B, Tk)."""
-    generator = torch.Generator().manual_seed(0)
-    starts = torch.rand(s["B"], s.get("Tk", s["T"]), generator=generator) < 2 / (s["docs"] + 1)
-    return starts.cumsum(1)
+    """Draws where documents begin, and returns the number of each token's: int64 (B, Tk).
+
+    The last sequence has the documents that it has alone, as the bench may check it alone.
+    """
+    drawn = torch.rand(s["B"], s.get("Tk", s["T"]), generator=torch.Generator().manual_seed(0))
+    return (drawn.flip(0) < 2 / (s["docs"] + 1)).cumsum(1)
 
 
 def flops_and_bytes(s: Problem, itemsize: int) -> Work:
@@ -86,21 +88,6 @@ def flops_and_bytes(s: Problem, itemsize: int) -> Work:
     queries, keys = B * T * H * D * itemsize, B * T * s.get("K", H) * D * itemsize
     read, lse = queries + 2 * keys, 4 * B * T * H
     return work((flops, read + queries + lse), (2.5 * flops, 2 * read + 2 * queries + lse))
-
-
-def multiply_adds(s: Problem) -> dict[str, int]:
-    """Counts the products of each kernel for the pairs of query and key that see each other."""
-    T, Tk = s["T"], s.get("Tk", s["T"])
-    place, window = torch.arange(T) + Tk - T, s.get("window")
-    end = (place + 1).clamp(0, Tk) if window or s.get("causal", True) else torch.full((T,), Tk)
-    start = (place - window + 1).clamp(0) if window else torch.zeros_like(place)
-    pairs = s["B"] * s["H"] * int((end - start).clamp(0).sum())
-    return {kernel: products * pairs * s["D"] for kernel, products in PRODUCTS.items()}
-
-
-def one_head(name: str, x: Tensor) -> Tensor:
-    """Returns the last head of the last sequence, which is independent of all others."""
-    return x[-1:, :, -1:]
 
 
 # --- the packed op --------------------------------------------------------------------------------
@@ -123,14 +110,6 @@ def packed_inputs(s: Problem, make: Make) -> dict[str, Tensor]:
 
 def packed_options(s: Problem, device: torch.device | str) -> dict[str, Any]:
     return {"heads": s["H"], **options(s, device)}
-
-
-def one_packed_head(name: str, x: Tensor) -> Tensor:
-    """`one_head` of the output or of each slice, where all have the same number of heads."""
-    if name.startswith("output"):
-        return one_head(name, x)
-    H = x.shape[2] // 3
-    return x[-1:, :, [H - 1, 2 * H - 1, 3 * H - 1]]
 
 
 # --- what is compiled ahead of time ---------------------------------------------------------------
@@ -169,6 +148,7 @@ def variant(arch: int, D: int, dtype: torch.dtype, masks: str) -> Variant:
     B, T, H = 16, 1024, 12  # GPT-2's sizes; only the heads are compiled in
     K = H // 3 if "grouped" in masks else H
     given = {
+        "heads": H,
         "causal": masks == "causal",
         "window": WINDOW if "window" in masks else None,
         "dropout_p": DROPOUT if "dropout" in masks else 0.0,
@@ -176,10 +156,8 @@ def variant(arch: int, D: int, dtype: torch.dtype, masks: str) -> Variant:
     }
 
     def run() -> None:
-        qkv = torch.empty(B, T, H + 2 * K, D, dtype=dtype, device="meta", requires_grad=True)
-        docs = torch.empty(B, T, dtype=torch.int32, device="meta") if "docs" in masks else None
-        out = attention_packed(qkv, H, doc_ids=docs, **given)
-        torch.autograd.grad(out, qkv, torch.empty_like(out))
+        docs = meta(B, T, dtype=torch.int32) if "docs" in masks else None
+        step(attention_packed, meta(B, T, H + 2 * K, D, dtype=dtype), doc_ids=docs, **given)
 
     mma = {}
     with recording(arch) as launches:
@@ -202,8 +180,8 @@ FULL = {"causal": False}
 EVERYTHING = {"docs": 9, "window": 7, "dropout_p": 0.2}
 # Interpreted tiles are 64 queries x 32 keys, and 32 queries x 64 keys for dK and dV.
 PROBLEMS = {
-    "causal": problem(3, 10, 1, 16),
-    "everything": problem(1, 10, 3, 16, **EVERYTHING),
+    "causal": problem(3, 10, 1, 16, **STRUCTURAL),
+    "everything": problem(1, 10, 3, 16, **EVERYTHING, **STRUCTURAL),
     "three": problem(2, 3, 3, 16, K=1),
     "63": problem(1, 63, 2, 16),
     "64": problem(1, 64, 2, 64, K=1),
@@ -262,6 +240,10 @@ SIZES = {
         "awkward": problem(3, 257, 5, 40),
     },
 }
+GROWING: tuple[Problem, ...] = tuple(
+    {"B": B, "T": T}
+    for B, T in ((2, 9), (4, 32), (2, 11), (4, 8), (1, 1), (1, 2), (2, 1), (16, 16), (16, 1000))
+)
 ATTENTION = Spec(
     name="attention",
     op=attention,
@@ -272,18 +254,13 @@ ATTENTION = Spec(
     launches=lambda s: (FWD, DQ, DKV),
     variants=variants,
     work=flops_and_bytes,
-    multiply_adds=multiply_adds,
     problems=PROBLEMS,
     sizes=SIZES,
-    structural=("causal", "everything"),
-    growing=(
-        *({"B": B, "T": T} for B, T in ((2, 9), (4, 32), (2, 11), (4, 8))),
-        *({"B": B, "T": T} for B, T in ((1, 1), (1, 2), (2, 1), (16, 16), (16, 1000))),
+    changes=Changes(
+        growing=GROWING,
+        empty=({"B": 0}, {"T": 0}, {"Tk": 0, "docs": 0}, {"H": 0, "K": 1}),
+        far=({"B": 3, "H": 1}, {"B": 1, "H": 3}),
     ),
-    empty=({"B": 0}, {"T": 0}, {"Tk": 0, "docs": 0}, {"H": 0, "K": 1}),
-    far=({"B": 3, "H": 1}, {"B": 1, "H": 3}),
-    probe=one_head,
-    probed=lambda s: {**s, "B": 1, "H": 1, "K": 1},
     cpu=attention_blocked,
 )
 ATTENTION_PACKED = replace(
@@ -297,7 +274,7 @@ ATTENTION_PACKED = replace(
     variants=lambda arch: iter(()),  # the kernels are those of `attention`
     problems={
         "causal": problem(1, 70, 2, 16),
-        "everything": problem(1, 10, 3, 16, K=1, **EVERYTHING),
+        "everything": problem(1, 10, 3, 16, K=1, **EVERYTHING, **STRUCTURAL),
         "negative-scale": problem(2, 40, 2, 16, K=1, scale=-0.4),
         "padded-head": problem(2, 70, 2, 80),
         "many-tiles": problem(2, 127, 4, 16, K=2, **EVERYTHING),
@@ -306,10 +283,7 @@ ATTENTION_PACKED = replace(
         "cuda": {k: s for k, s in SIZES["cuda"].items() if k.startswith("gpt2")},
         "cpu": {"shakespeare-char": SIZES["cpu"]["shakespeare-char"]},
     },
-    structural=("everything",),
-    empty=({"B": 0}, {"T": 0}),
-    far=({"B": 3}, {"H": 1, "K": 1}),
-    probe=one_packed_head,
+    changes=Changes(growing=GROWING, empty=({"B": 0}, {"T": 0}), far=({"B": 3}, {"H": 1, "K": 1})),
     cpu=packed(attention_blocked),
 )
 SPECS = (ATTENTION, ATTENTION_PACKED)

@@ -23,8 +23,6 @@ PHI_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 GELU = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 GELU_CUBE = tl.constexpr(0.044715)
 
-# --- device ---------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _tail(z):
@@ -145,8 +143,6 @@ def _bias_act_bwd_kernel(
             tl.store(dbias_ptr + F + part, tl.sum(dbias_up, axis=0), mask=mask_n)
 
 
-# --- configurations -------------------------------------------------------------------------------
-
 MOST_N = 1024
 
 
@@ -175,14 +171,10 @@ def _tile(F: int, elements: int, each: int) -> dict[str, int]:
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
 
 
-# --- launchers ------------------------------------------------------------------------------------
-
-
-def bias_act_fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    """Runs the forward kernel: returns y in `dtype`, contiguous."""
-    F = x.shape[-1] // (2 if kind == "swiglu" else 1)
+def bias_act_fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype, y: Tensor) -> None:
+    """Runs the forward kernel: writes y."""
+    F = y.shape[-1]
     M = x.numel() // x.shape[-1]
-    y = torch.empty((*x.shape[:-1], F), dtype=dtype, device=x.device)
     if M:
         x, config = as_rows(x), fwd_tile(F)
         launch(
@@ -191,7 +183,6 @@ def bias_act_fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) 
             x, None if bias is None else bias.contiguous(), y,
             x.stride(0), M, F, KIND=kind, **config,
         )  # fmt: skip
-    return y
 
 
 def bwd_plan(M: int, F: int, kind: str, device: torch.device) -> tuple[dict[str, int], int, int]:
@@ -201,20 +192,16 @@ def bwd_plan(M: int, F: int, kind: str, device: torch.device) -> tuple[dict[str,
 
 
 def bias_act_bwd(
-    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, wanted: bool
-) -> tuple[Tensor, Tensor]:
-    """Runs the backward kernel: returns dx and partial sums of dbias (P, N), (P, 0) if unwanted."""
-    N = x.shape[-1]
-    F = N // (2 if kind == "swiglu" else 1)
-    M = x.numel() // N
-    config, programs, parts_n = bwd_plan(M, F, kind, x.device)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    parts = torch.empty((programs, N * wanted), dtype=torch.float32, device=x.device)
+    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, wanted: bool, dx: Tensor, parts: Tensor
+) -> None:
+    """Runs the backward kernel: writes dx, and partial sums of dbias if they are wanted."""
+    F = dy.shape[-1]
+    M = x.numel() // x.shape[-1]
     if M:
+        config, programs, parts_n = bwd_plan(M, F, kind, x.device)
         dy, x = as_rows(dy), as_rows(x)
         launch(
             _bias_act_bwd_kernel, (programs, parts_n),
             dy, x, None if bias is None else bias.contiguous(), dx, parts if wanted else None,
             dy.stride(0), x.stride(0), M, F, KIND=kind, **config,
         )  # fmt: skip
-    return dx, parts

@@ -15,10 +15,9 @@ Source
     GELU: Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2.  SwiGLU: Shazeer 2020,
     arXiv:2002.05202, eq. 6.  ReLU squared: So et al. 2021, arXiv:2109.08668, section 4.
 
-On CUDA, and on CPU tensors in Triton's interpreter, `kernels.bias_act.device` runs; anywhere else
-the plain form does. What is saved for the backward is x, before the bias, and the bias. All math is
-fp32, z is never rounded. y has the dtype of x, or autocast's where it is on, because what follows
-an activation is a matrix product. A gradient of a gradient raises.
+What is saved for the backward is x, before the bias, and the bias. All math is fp32, z is never
+rounded. y has the dtype of x, or autocast's where it is on, because what follows an activation is a
+matrix product.
 """
 
 from collections.abc import Callable
@@ -30,10 +29,8 @@ from torch import Tensor
 
 from ..checks import check_float
 from ..invariant import elementwise, is_batch_invariant
-from ..runtime import Op, autocast_dtype, runs_kernels
+from ..runtime import Op, autocast_dtype, filled, like, runs_kernels
 from ..sums import split_grads
-
-# --- reference ------------------------------------------------------------------------------------
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -70,34 +67,20 @@ def bias_act_ref(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return activation(z, kind).to(dtype)
 
 
-# --- op -------------------------------------------------------------------------------------------
-# The kernels are imported when first run: triton is missing on macOS and slow to import.
+def _output(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty((*x.shape[:-1], _features(x, kind)), dtype=dtype, device=x.device)
 
 
-def _fwd(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    from .device import bias_act_fwd
-
-    return bias_act_fwd(x, bias, kind, dtype)
-
-
-def _bwd(*args: Any) -> tuple[Tensor, Tensor]:
-    from .device import bias_act_bwd
-
-    return bias_act_bwd(*args)
-
-
-def _fwd_fake(x: Tensor, bias: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _features(x, kind)), dtype=dtype)
-
-
-def _bwd_fake(
+def _grads(
     dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, wanted: bool
 ) -> tuple[Tensor, Tensor]:
+    """Allocates dx, and partial sums of dbias (P, N), (P, 0) if unwanted."""
     from .device import bwd_plan
 
     N = x.shape[-1]
     _, programs, _ = bwd_plan(x.numel() // N, _features(x, kind), kind, x.device)
-    return x.new_empty(x.shape), x.new_empty((programs, N * wanted), dtype=torch.float32)
+    parts = torch.empty((programs, N * wanted), dtype=torch.float32, device=x.device)
+    return like(x), parts
 
 
 def _features(x: Tensor, kind: str) -> int:
@@ -109,31 +92,26 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, bias)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
-    if dy is None:
-        return None, None, None, None
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, bias = ctx.saved_tensors
     wanted = ctx.needs_input_grad[1]
     dx, parts = _bias_act_bwd(dy, x, bias, ctx.kind, wanted)
     (dbias,) = split_grads(parts, bias.dtype if wanted else None)
-    return dx, dbias, None, None
+    return dx, dbias
 
 
 _bias_act_bwd = Op(
     "bias_act_bwd(Tensor dy, Tensor x, Tensor? bias, str kind, bool wanted) -> (Tensor, Tensor)",
-    _bwd,
-    _bwd_fake,
+    filled(_grads, f"{__package__}.device:bias_act_bwd"),
+    _grads,
 )
 _bias_act_fwd = Op(
     "bias_act_fwd(Tensor x, Tensor? bias, str kind, ScalarType dtype) -> Tensor",
-    _fwd,
-    _fwd_fake,
+    filled(_output, f"{__package__}.device:bias_act_fwd"),
+    _output,
     setup_context=_setup_context,
     backward=_backward,
 )
-
-
-# --- public ---------------------------------------------------------------------------------------
 
 
 def bias_act(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:

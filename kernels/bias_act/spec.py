@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..proof.compile import Variant
-from ..spec import Make, Problem, Spec, Work, rows, work
+from ..spec import STRUCTURAL, Make, Problem, Spec, Work, meta, rows, short, step, work
 from .op import ACTIVATIONS, bias_act, bias_act_ref
 
 FWD, BWD, SUM = "_bias_act_fwd_kernel", "_bias_act_bwd_kernel", "_reduce_partials_kernel"
@@ -52,19 +52,11 @@ def variants(arch: int) -> Iterator[Variant]:
 
 def variant(kind: str, F: int, dtype: torch.dtype, bias: torch.dtype | None) -> Variant:
     def run() -> None:
-        from ..rows import reduce_partials
-        from .device import bias_act_bwd, bias_act_fwd
-
         N = 2 * F if kind == "swiglu" else F
-        x = torch.empty(4096, N, dtype=dtype, device="meta")
-        b = torch.empty(N, dtype=bias, device="meta") if bias else None
-        y = bias_act_fwd(x, b, kind, dtype)
-        _, parts = bias_act_bwd(y, x, b, kind, bias is not None)
-        if bias is not None:
-            reduce_partials([parts])
+        b = meta(N, dtype=bias) if bias else None
+        step(bias_act, meta(4096, N, dtype=dtype), b, kind=kind)
 
-    names = {torch.bfloat16: "bf16", torch.float32: "fp32", None: "none"}
-    return Variant(f"{kind} F={F} {names[dtype]} bias={names[bias]}", run)
+    return Variant(f"{kind} F={F} {short(dtype)} bias={short(bias)}", run)
 
 
 WIDTHS = {"gpt2-124m": 768, "gpt2-355m": 1024, "gpt2-774m": 1280, "gpt2-1558m": 1600}
@@ -79,13 +71,15 @@ SHAPES = {
 
 def spec(name: str, kinds: list[str], wide: int, sizes: dict[str, dict[str, Problem]]) -> Spec:
     """Builds the `Spec` of some kinds of activation, whose x is `wide` times as wide as y."""
-    problems = {
+    problems: dict[str, dict[str, Any]] = {
         f"{kind} {label}": {"M": M, "N": F * wide, "kind": kind}
         for kind in kinds
         for label, (M, F) in SHAPES.items()
     }
     for kind in kinds:
         problems[f"{kind} no bias"] = {"M": (3, 7), "N": 40, "kind": kind, "bias": False}
+    for label in ("three-dimensions", "no bias"):
+        problems[f"{kinds[0]} {label}"] |= STRUCTURAL
     return Spec(
         name=name,
         op=bias_act,
@@ -102,10 +96,6 @@ def spec(name: str, kinds: list[str], wide: int, sizes: dict[str, dict[str, Prob
             on: {label: {**s, "kind": kinds[0]} for label, s in those.items()}
             for on, those in sizes.items()
         },
-        structural=(f"{kinds[0]} three-dimensions", f"{kinds[0]} no bias"),
-        growing=tuple({"M": M} for M in ((2, 5), (3, 5), (4, 7), (5, 9), 1, 16, 17, 65_537)),
-        empty=({"M": 0}, {"M": (3, 0)}),
-        far=({"M": 3},),
     )
 
 

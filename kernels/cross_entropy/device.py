@@ -12,7 +12,6 @@ work. The largest logit is subtracted before anything is rounded, so that logits
 but what their own dtype has lost. Rows of ignored targets are not read.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -224,56 +223,34 @@ def tile(V: int, itemsize: int) -> dict[str, int]:
 
 
 def _constants(options: LossOptions) -> dict[str, object]:
-    return {
-        "IGNORE_INDEX": options.ignore_index,
-        "LABEL_SMOOTHING": options.label_smoothing,
-        "Z_LOSS": options.z_loss,
-        "SOFTCAP": options.softcap,
-    }
+    names = ("IGNORE_INDEX", "LABEL_SMOOTHING", "Z_LOSS", "SOFTCAP")
+    return dict(zip(names, options[1:], strict=True))
 
 
 def cross_entropy_fwd(
-    logits: Tensor, targets: Tensor, options: LossOptions
-) -> tuple[Tensor, Tensor]:
-    """Runs the forward kernel: returns the losses and the softmax statistics of each row."""
-    M, V = logits.shape
-    logits, targets = as_rows(logits), targets.contiguous()
-    losses = torch.empty(M, dtype=torch.float32, device=logits.device)
-    stats = torch.empty((2, M), dtype=torch.float32, device=logits.device)
-    if M:
-        launch(
-            _cross_entropy_fwd_kernel, (M,),
-            logits, targets, losses, stats, None, None, logits.stride(0), 0,
-            M, V, options.valid_vocab, **_constants(options), **tile(V, logits.element_size()),
-        )  # fmt: skip
-    return losses, stats
+    logits: Tensor, targets: Tensor, options: LossOptions, losses: Tensor,
+    stats: Tensor | None = None, scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Runs the forward kernel: writes the losses (M,), and the softmax statistics of each row.
 
-
-def cross_entropy_fwd_bwd_(
-    logits: Tensor, targets: Tensor, scale: Tensor | None, options: LossOptions, losses: Tensor
-) -> None:
-    """Computes the losses (M,), and overwrites the logits with their gradients in the same pass.
-
-    The columns of the logits must be contiguous.
+    Without `stats` it overwrites the logits with their gradients times `scale` in the same pass.
+    Then the columns of the logits must be contiguous.
     """
     M, V = logits.shape
-    targets = targets.contiguous()
+    logits, targets = as_rows(logits), targets.contiguous()
     if M:
         launch(
             _cross_entropy_fwd_kernel, (M,),
-            logits, targets, losses, None, scale, logits, logits.stride(0), _step(scale),
-            M, V, options.valid_vocab, **_constants(options), **tile(V, logits.element_size()),
+            logits, targets, losses, stats, scale, logits if stats is None else None,
+            logits.stride(0), _step(scale), M, V, options.valid_vocab, **_constants(options),
+            **tile(V, logits.element_size()),
         )  # fmt: skip
 
 
 def cross_entropy_bwd(
-    logits: Tensor,
-    targets: Tensor,
-    stats: Tensor,
-    scale: Tensor,
-    dlogits: Tensor,
+    logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor, dlogits: Tensor,
     options: LossOptions,
-) -> None:
+) -> None:  # fmt: skip
     """Runs the backward kernel: writes the gradient to dlogits, which may be the logits."""
     M, V = logits.shape
     logits, targets = as_rows(logits), targets.contiguous()

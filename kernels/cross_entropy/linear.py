@@ -18,7 +18,7 @@ of `kernels.cross_entropy.device` on CUDA and in Triton's interpreter, elsewhere
 There is no host sync. A gradient of a gradient raises.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
@@ -31,85 +31,50 @@ from .chunks import tokens_at_a_time
 from .op import OPTIONS, check_options, count, cross_entropy_ref, in_place, reduced
 from .plain import LossOptions
 
-# --- reference ------------------------------------------------------------------------------------
-
 
 def linear_cross_entropy_ref(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    *,
-    chunk_tokens: int | None = None,
-    **options: Any,
-) -> Tensor:
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *,
+    chunk_tokens: int | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     """Reference of `linear_cross_entropy` in plain PyTorch, all logits at once; also takes fp64."""
     dtype = autocast_dtype(x)
     bias = None if bias is None else bias.to(dtype)
     return cross_entropy_ref(F.linear(x.to(dtype), weight.to(dtype), bias), targets, **options)
 
 
-# --- settings -------------------------------------------------------------------------------------
+# --- losses and gradients -------------------------------------------------------------------------
 
-
-class LinearLossOptions(NamedTuple):
-    """Arguments of the ops except tensors and reduction, in the order of their schemas."""
-
-    of_x: bool
-    """True if the gradient of x is wanted."""
-    of_weight: bool
-    of_bias: bool
-    dtype: torch.dtype
-    """Dtype of the matrix products."""
-    chunk_tokens: int
-    """Number of tokens whose logits are computed at a time; 0: what suits the device."""
-    valid_vocab: int
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-
-    @property
-    def options(self) -> LossOptions:
-        return LossOptions(*self[5:])
-
-
-SETTINGS = f"bool of_x, bool of_weight, bool of_bias, ScalarType dtype, int chunk_tokens, {OPTIONS}"
-"""The fields of `LinearLossOptions` in the form of an op schema."""
+SETTINGS = f"bool[] wanted, ScalarType dtype, int chunk_tokens, {OPTIONS}"
+"""Arguments of the ops after their tensors, in the form of a schema: which gradients of x, weight
+and bias are wanted, the dtype of the matrix products, the number of tokens whose logits are
+computed at a time (0: what suits the device), and the fields of `LossOptions`."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of x, weight and bias; an empty tensor stands for one that is not wanted."""
 
 
-def empty_gradients(
-    x: Tensor, weight: Tensor, settings: LinearLossOptions, dtypes: tuple[torch.dtype, ...]
-) -> Gradients:
+def empty_gradients(x: Tensor, weight: Tensor, wanted: list[bool], *dtypes: Any) -> Gradients:
     """Allocates the gradients that are wanted, in `dtypes`."""
     shapes = (x.shape, weight.shape, weight.shape[:1])
     dx, dweight, dbias = (
         torch.empty(shape if is_wanted else (0,), dtype=dtype, device=x.device)
-        for is_wanted, shape, dtype in zip(settings[:3], shapes, dtypes, strict=True)
+        for is_wanted, shape, dtype in zip(wanted, shapes, dtypes, strict=True)
     )
     return dx, dweight, dbias
 
 
 def run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    scale: Tensor | None,
-    settings: LinearLossOptions,
-) -> tuple[Tensor, Gradients]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: Tensor | None,
+    wanted: list[bool], dtype: torch.dtype, chunk_tokens: int, *options: Any,
+) -> tuple[Tensor, Gradients]:  # fmt: skip
     """Computes the losses (M,), and gradients of their sum weighted by `scale`, by chunks.
 
     The gradient of x has the dtype of the products; those of weight and bias are summed in fp32.
     """
     V, C = weight.shape
-    dtype = settings.dtype
     rows, targets = x.reshape(-1, C).to(dtype), targets.reshape(-1)
     M = rows.shape[0]
     losses = torch.empty(M, dtype=torch.float32, device=x.device)
-    grads = empty_gradients(x, weight, settings, (dtype, torch.float32, torch.float32))
+    grads = empty_gradients(x, weight, wanted, dtype, torch.float32, torch.float32)
     dx, dweight, dbias = grads[0].view(-1, C), *grads[1:]
     if M == 0:
         dweight.zero_()
@@ -117,7 +82,7 @@ def run(
         return losses, grads
     across = weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
-    chunk = tokens_at_a_time(rows, weight, settings.chunk_tokens)
+    chunk = tokens_at_a_time(rows, weight, chunk_tokens)
     onednn = by_onednn(rows, across, differentiated=True)
     memory = torch.empty((min(chunk, M), 0 if onednn else V), dtype=dtype, device=x.device)
     for start in range(0, M, chunk):
@@ -130,16 +95,15 @@ def run(
         else:
             torch.addmm(bias, rows[part], across.t(), out=logits)
         by_row = scale[part] if scale is not None and scale.dim() else scale
-        in_place(logits, targets[part], by_row, settings.options, losses[part])
-        if settings.of_x:
-            if onednn:
-                dx[part] = product(logits, across.t())
-            else:
-                torch.mm(logits, across, out=dx[part])
-        if settings.of_weight:
+        in_place(logits, targets[part], by_row, LossOptions(*options), losses[part])
+        if wanted[0] and onednn:
+            dx[part] = product(logits, across.t())
+        elif wanted[0]:
+            torch.mm(logits, across, out=dx[part])
+        if wanted[1]:
             # oneDNN cannot add to what is there: its product of (V, C) would be a second one
             _accumulate_product(dweight, logits.t(), rows[part], first=start == 0)
-        if settings.of_bias:
+        if wanted[2]:
             summed = logits.sum(0, dtype=torch.float32)
             dbias.copy_(summed) if start == 0 else dbias.add_(summed)
     return losses, grads
@@ -160,7 +124,7 @@ def _accumulate_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> 
             part.copy_(product) if first else part.add_(product)
 
 
-# --- op -------------------------------------------------------------------------------------------
+# --- ops ------------------------------------------------------------------------------------------
 
 
 def _fwd(
@@ -174,106 +138,89 @@ def _fwd(
     power of two, without another rounding. With `once` the backward may do so in place, because the
     caller uses nothing but the loss.
     """
-    asked = LinearLossOptions(*settings)
+    ignore_index = LossOptions(*settings[3:]).ignore_index
     if reduction == "mean":
-        n = count(targets, asked.ignore_index)
+        n = count(targets, ignore_index)
         mantissa, _ = torch.frexp(n)
         factor, scale = mantissa.reciprocal(), mantissa / n.clamp(min=1)  # the quotient is exact
     else:
         factor, scale, n = None, torch.ones((), device=x.device), None
-    losses, grads = run(x, weight, bias, targets, factor, asked)
-    return reduced(losses, targets, asked.ignore_index, reduction, n), scale, *grads
+    losses, grads = run(x, weight, bias, targets, factor, *settings)
+    return reduced(losses, targets, ignore_index, reduction, n), scale, *grads
 
 
 def _fwd_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str, once: bool,
-    *settings: Any,
+    wanted: list[bool], dtype: torch.dtype, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    asked, fp32 = LinearLossOptions(*settings), torch.float32
+    fp32 = torch.float32
     loss = x.new_empty((targets.numel(),) if reduction == "none" else (), dtype=fp32)
-    grads = empty_gradients(x, weight, asked, (asked.dtype, fp32, fp32))
+    grads = empty_gradients(x, weight, wanted, dtype, fp32, fp32)
     return loss, x.new_empty((), dtype=fp32), *grads
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.reduction, ctx.once = inputs[:6]
-    ctx.settings = LinearLossOptions(*inputs[6:])
+    ctx.settings = inputs[7:]  # all but what is wanted
     _, *gradients = output
     ctx.mark_non_differentiable(*gradients)
     ctx.gradients = None if ctx.reduction == "none" else gradients
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Any, ...]:
+def _backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Any, ...]:
     x, weight, bias, targets = ctx.saved_tensors
-    needed = ctx.needs_input_grad[:3]
-    grads: tuple[Any, ...] = (None, None, None)
-    if dloss is not None and ctx.gradients is None:  # never computed, or already returned
+    needed, dtypes = ctx.needs_input_grad[:3], _dtypes(x, weight, bias)
+    if ctx.gradients is None:  # never computed, or already returned
         if ctx.reduction == "mean":
-            dloss = dloss / count(targets, ctx.settings.ignore_index)
+            dloss = dloss / count(targets, LossOptions(*ctx.settings[2:]).ignore_index)
         grads = _linear_cross_entropy_bwd(
-            dloss, x, weight, bias, targets, *needed, *ctx.settings[3:]
+            dloss, x, weight, bias, targets, list(needed), *ctx.settings
         )
-    elif dloss is not None:
-        dtypes = _dtypes(x, weight, bias)
-        if torch.compiler.is_compiling():  # the compiler fuses it with what comes next
-            grads = _scaled_copies(dloss, *ctx.gradients, *dtypes)
-        elif torch.is_grad_enabled() or not (ctx.once and no_hooks(dloss)):
-            grads = _linear_cross_entropy_bwd_scaled(dloss, *ctx.gradients, *dtypes)
-        else:  # keeps no second copy; another backward computes them again
-            grads = _scaled_(dloss, *ctx.gradients, *dtypes)
-            ctx.gradients = None
-    asked = (grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True))
-    return *asked, *((None,) * (3 + len(ctx.settings)))
+    elif torch.compiler.is_compiling():  # the compiler fuses it with what comes next
+        grads = _scaled(dloss, *ctx.gradients, *dtypes)
+    elif torch.is_grad_enabled() or not (ctx.once and no_hooks(dloss)):
+        grads = _linear_cross_entropy_bwd_scaled(dloss, *ctx.gradients, *dtypes)
+    else:  # keeps no second copy; another backward computes them again
+        grads = _scaled(dloss, *ctx.gradients, *dtypes, in_place=True)
+        ctx.gradients = None
+    return tuple(grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True))
 
 
 def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
     return tuple(torch.float32 if t is None else t.dtype for t in tensors)
 
 
-def _scaled_(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Multiplies the stored gradients by dloss and scale, in place where they are fp32.
-
-    `rest` is three gradients, and the dtypes that they are wanted in.
-    """
+def _scaled(dloss: Tensor, scale: Tensor, *rest: Any, in_place: bool = False) -> tuple[Tensor, ...]:
+    """Returns three stored gradients, the first of `rest`, times dloss and scale, in the dtypes
+    that follow; with `in_place` what is stored may change."""
     scale = scale * dloss
     # multiplied in fp32 and rounded once: bf16 would round the scale, too
-    grads = (grad.float().mul_(scale) for grad in rest[:3])
+    grads = (x.float().mul_(scale) if in_place else x.float() * scale for x in rest[:3])
     return tuple(grad.to(dtype) for grad, dtype in zip(grads, rest[3:], strict=True))
-
-
-def _scaled_copies(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Like `_scaled_`, without changing what is stored."""
-    scale = scale * dloss
-    copies = (grad.float() * scale for grad in rest[:3])
-    return tuple(grad.to(dtype) for grad, dtype in zip(copies, rest[3:], strict=True))
-
-
-def _scaled_bwd_fake(dloss: Tensor, scale: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    of = zip(rest[:3], rest[3:], strict=True)
-    return tuple(torch.empty_like(grad, dtype=dtype) for grad, dtype in of)
 
 
 def _bwd(
     dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
 ) -> tuple[Tensor, ...]:
-    _, grads = run(x, weight, bias, targets, dlosses, LinearLossOptions(*settings))
+    _, grads = run(x, weight, bias, targets, dlosses, *settings)
     of = zip(grads, _dtypes(x, weight, bias), strict=True)
     return tuple(grad.to(dtype) for grad, dtype in of)
 
 
 def _bwd_fake(
-    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
-) -> tuple[Tensor, ...]:
-    return empty_gradients(x, weight, LinearLossOptions(*settings), _dtypes(x, weight, bias))
+    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
+    wanted: list[bool], *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return empty_gradients(x, weight, wanted, *_dtypes(x, weight, bias))
 
 
 _linear_cross_entropy_bwd_scaled = Op(
     "linear_cross_entropy_bwd_scaled(Tensor dloss, Tensor scale, Tensor dx, Tensor dweight, "
     "Tensor dbias, ScalarType x_dtype, ScalarType weight_dtype, ScalarType bias_dtype) "
     "-> (Tensor, Tensor, Tensor)",
-    _scaled_copies,
-    _scaled_bwd_fake,
+    _scaled,
+    _scaled,
 )
 _linear_cross_entropy_bwd = Op(
     "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, "
@@ -289,9 +236,6 @@ _linear_cross_entropy_fwd = Op(
     setup_context=_setup_context,
     backward=_backward,
 )
-
-
-# --- public ---------------------------------------------------------------------------------------
 
 
 def linear_cross_entropy(
@@ -349,11 +293,11 @@ def linear_cross_entropy(
         V, reduction, valid_vocab, ignore_index, label_smoothing, z_loss, softcap
     )
     early = torch.is_grad_enabled() and reduction != "none"
-    needs_grad = (early and t is not None and t.requires_grad for t in (x, weight, bias))
+    wanted = [early and t is not None and t.requires_grad for t in (x, weight, bias)]
     # a dispatch mode may keep the gradients that the op returns with the loss
     once = torch.compiler.is_compiling() or no_hooks(x, weight, targets)
     loss, *_ = _linear_cross_entropy_fwd(
         x, weight, bias, targets, reduction, once,
-        *needs_grad, autocast_dtype(x), chunk_tokens or 0, *options,
+        wanted, autocast_dtype(x), chunk_tokens or 0, *options,
     )  # fmt: skip
     return loss.view(targets.shape) if reduction == "none" else loss

@@ -11,8 +11,7 @@ Source
     Smoothing: Szegedy et al. 2015, arXiv:1512.00567, section 7.  z_loss: Chowdhery et al. 2022,
     arXiv:2204.02311, section 5.  Softmax in one pass: Milakov & Gimelshein 2018, arXiv:1805.02867.
 
-On CUDA, and on CPU tensors in Triton's interpreter, `kernels.cross_entropy.device` runs; anywhere
-else the plain form does. Nothing waits for the device. A gradient of a gradient raises.
+Nothing waits for the device.
 """
 
 from typing import Any
@@ -22,13 +21,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..checks import INTEGERS, check_float, check_like
-from ..runtime import Op, no_hooks, runs_kernels
-from .plain import LossOptions, losses_and_gradient_, losses_ref
+from ..runtime import Op, like, no_hooks, runs_kernels
+from .cpu import losses_and_gradient_
+from .plain import LossOptions, losses_ref
 
 REDUCTIONS = ("mean", "sum", "none")
-
-
-# --- shared with linear_cross_entropy -------------------------------------------------------------
 
 
 def count(targets: Tensor, ignore_index: int) -> Tensor:
@@ -55,9 +52,9 @@ def in_place(
     if not runs_kernels(logits.device):
         losses.copy_(losses_and_gradient_(logits, targets, scale, options))
         return
-    from .device import cross_entropy_fwd_bwd_
+    from .device import cross_entropy_fwd
 
-    cross_entropy_fwd_bwd_(logits, targets, scale, options, losses)
+    cross_entropy_fwd(logits, targets, options, losses, scale=scale)
 
 
 def check_options(V: int, reduction: str, valid_vocab: int | None, *values: Any) -> LossOptions:
@@ -79,71 +76,42 @@ def check_options(V: int, reduction: str, valid_vocab: int | None, *values: Any)
     return options
 
 
-# --- reference ------------------------------------------------------------------------------------
-
-
 def cross_entropy_ref(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    valid_vocab: int | None = None,
-    reduction: str = "mean",
-    inplace_grad: bool = False,
-    **others: Any,
-) -> Tensor:
+    logits: Tensor, targets: Tensor, *, valid_vocab: int | None = None, reduction: str = "mean",
+    inplace_grad: bool = False, **others: Any,
+) -> Tensor:  # fmt: skip
     """Reference of `cross_entropy` in plain PyTorch, never in place; also accepts fp64."""
     options = LossOptions(logits.shape[-1] if valid_vocab is None else valid_vocab, **others)
     return reduced(losses_ref(logits, targets, options), targets, options.ignore_index, reduction)
 
 
-# --- op -------------------------------------------------------------------------------------------
+def _outputs(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Allocates the losses (M,), and the softmax statistics of each row (2, M)."""
+    M = logits.shape[0]
+    losses, stats = (
+        torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in ((M,), (2, M))
+    )
+    return losses, stats
 
 
-def _fwd(logits: Tensor, targets: Tensor, reduction: str, *options: Any) -> tuple[Tensor, Tensor]:
+def _fwd(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    # imported when first run: triton is missing on macOS and slow to import
     from .device import cross_entropy_fwd
 
-    losses, stats = cross_entropy_fwd(logits, targets, LossOptions(*options))
-    return reduced(losses, targets, LossOptions(*options).ignore_index, reduction), stats
-
-
-def _fwd_fake(
-    logits: Tensor, targets: Tensor, reduction: str, *options: Any
-) -> tuple[Tensor, Tensor]:
-    M = logits.shape[0]
-    loss = logits.new_empty((M,) if reduction == "none" else (), dtype=torch.float32)
-    return loss, logits.new_empty((2, M), dtype=torch.float32)
+    losses, stats = _outputs(logits)
+    cross_entropy_fwd(logits, targets, LossOptions(*options), losses, stats)
+    return losses, stats
 
 
 def _bwd(
-    dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, reduction: str, *options: Any
-) -> Tensor:
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _write_gradient(dloss, logits, targets, stats, dlogits, reduction, LossOptions(*options))
+    dlosses: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, *options: Any,
+    dlogits: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    from .device import cross_entropy_bwd
+
+    dlogits = like(logits) if dlogits is None else dlogits
+    cross_entropy_bwd(logits, targets, stats, dlosses, dlogits, LossOptions(*options))
     return dlogits
-
-
-def _write_gradient(
-    dloss: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    stats: Tensor | None,
-    dlogits: Tensor,
-    reduction: str,
-    options: LossOptions,
-) -> None:
-    """Writes the gradient to dlogits; without a kernel's `stats` they must be the logits."""
-    if reduction == "mean":
-        dloss = dloss / count(targets, options.ignore_index)
-    if stats is None:
-        losses_and_gradient_(logits, targets, dloss, options)
-    else:
-        from .device import cross_entropy_bwd
-
-        cross_entropy_bwd(logits, targets, stats, dloss, dlogits, options)
-
-
-def _bwd_fake(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -152,64 +120,53 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Any, ...]:
-    unused = (None,) * (1 + len(ctx.options))
-    if dloss is None:
-        return None, *unused
-    return _cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options), *unused
+def _backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor]:
+    return (_cross_entropy_bwd(dlosses, *ctx.saved_tensors, *ctx.options),)
 
 
 OPTIONS = (
     "SymInt valid_vocab, int ignore_index, float label_smoothing, float z_loss, float? softcap"
 )
 """The fields of `LossOptions` in the form of an op schema."""
-
 _cross_entropy_bwd = Op(
-    "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, "
-    f"str reduction, {OPTIONS}) -> Tensor",
+    "cross_entropy_bwd(Tensor dlosses, Tensor logits, Tensor targets, Tensor stats, "
+    f"{OPTIONS}) -> Tensor",
     _bwd,
-    _bwd_fake,
+    lambda dlosses, logits, *_: like(logits),
 )
 _cross_entropy_fwd = Op(
-    f"cross_entropy_fwd(Tensor logits, Tensor targets, str reduction, {OPTIONS}) "
-    "-> (Tensor, Tensor)",
+    f"cross_entropy_fwd(Tensor logits, Tensor targets, {OPTIONS}) -> (Tensor, Tensor)",
     _fwd,
-    _fwd_fake,
+    _outputs,
     setup_context=_setup_context,
     backward=_backward,
 )
 
 
-# --- the gradient over the logits -----------------------------------------------------------------
-
-
 class _InPlace(torch.autograd.Function):
-    """Cross-entropy whose gradient overwrites the logits.
+    """Losses (M,) whose gradient overwrites the logits; with `early` their mean or sum.
 
-    Where one scale serves all rows, the forward already writes the gradient: the logits go through
-    memory twice instead of three times. In fp16 the backward writes it, because 1 / n of a mean
-    over many rows, without the loss scale of the GradScaler, would round it to 0.
+    Where one scale serves all rows, the forward already writes the gradient (`early`): the logits
+    go through memory twice instead of three times.
     """
 
     @staticmethod
     def forward(ctx: Any, /, *args: Any) -> Tensor:
-        logits, targets, reduction, options = args
+        logits, targets, reduction, options, ctx.early = args
         stats = None
-        ctx.early = reduction != "none" and logits.dtype != torch.float16
         if ctx.early:
             scale = 1 / count(targets, options.ignore_index) if reduction == "mean" else None
             losses = logits.new_empty(targets.shape, dtype=torch.float32)
             in_place(logits, targets, scale, options, losses)
             increment_version(logits)
+            losses = reduced(losses, targets, options.ignore_index, reduction)
         elif runs_kernels(logits.device):
-            from .device import cross_entropy_fwd
-
-            losses, stats = cross_entropy_fwd(logits, targets, options)
+            losses, stats = _fwd(logits, targets, *options)
         else:
             losses = losses_ref(logits, targets, options)
-        ctx.reduction, ctx.options, ctx.spent = reduction, options, False
+        ctx.options, ctx.spent = options, False
         ctx.save_for_backward(logits, targets, stats)
-        return reduced(losses, targets, options.ignore_index, reduction)
+        return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -222,8 +179,10 @@ class _InPlace(torch.autograd.Function):
             )
         ctx.spent = True
         logits, targets, stats = ctx.saved_tensors
-        if not ctx.early:
-            _write_gradient(dloss, logits, targets, stats, logits, ctx.reduction, ctx.options)
+        if stats is not None:
+            _bwd(dloss, logits, targets, stats, *ctx.options, dlogits=logits)
+        elif not ctx.early:
+            losses_and_gradient_(logits, targets, dloss, ctx.options)
         elif runs_kernels(logits.device):
             from .device import cross_entropy_scale_
 
@@ -231,10 +190,7 @@ class _InPlace(torch.autograd.Function):
         else:
             logits.mul_(dloss)
         increment_version(logits)
-        return logits.detach(), None, None, None
-
-
-# --- public ---------------------------------------------------------------------------------------
+        return logits.detach(), None, None, None, None
 
 
 def cross_entropy(
@@ -291,12 +247,16 @@ def cross_entropy(
                 "logits: with inplace_grad expected rows that are evenly spaced and contiguous, "
                 f"got {tuple(logits.shape)} with strides {logits.stride()}"
             )
-        loss = _InPlace.apply(flat, flat_targets, reduction, options)
+        # an fp16 gradient of a mean over many rows, without the loss scale, would round to 0
+        early = reduction != "none" and logits.dtype != torch.float16
+        losses = _InPlace.apply(flat, flat_targets, reduction, options, early)
+        if early:
+            return losses
     elif runs_kernels(logits.device):
-        loss, _ = _cross_entropy_fwd(flat, flat_targets, reduction, *options)
+        losses, _ = _cross_entropy_fwd(flat, flat_targets, *options)
     else:
         losses = losses_ref(flat, flat_targets, options)
-        loss = reduced(losses, flat_targets, ignore_index, reduction)
+    loss = reduced(losses, flat_targets, ignore_index, reduction)
     return loss.view(targets.shape) if reduction == "none" else loss
 
 

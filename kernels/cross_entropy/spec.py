@@ -1,7 +1,7 @@
 """Specs of the losses.
 
 A problem has the sizes M, V and, for a head, C; "ignored" if some targets are to be ignored, "bias"
-if the head has one; all other entries are options of the op.
+if the head has one; all other entries are options of the op, but for "structural".
 """
 
 import math
@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from ..proof.compile import Variant
-from ..spec import Make, Problem, Spec, Work, rows, work
+from ..spec import STRUCTURAL, Changes, Make, Problem, Spec, Work, meta, rows, short, work
 from .linear import linear_cross_entropy, linear_cross_entropy_ref
 from .op import cross_entropy, cross_entropy_ref
 from .plain import LossOptions
@@ -22,15 +22,9 @@ FWD, BWD = "_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel"
 
 
 def eager(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    valid_vocab: int | None = None,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    inplace_grad: bool = False,
-    **options: Any,
-) -> Tensor:
+    logits: Tensor, targets: Tensor, *, valid_vocab: int | None = None,
+    softcap: float | None = None, z_loss: float = 0.0, inplace_grad: bool = False, **options: Any,
+) -> Tensor:  # fmt: skip
     """Applies F.cross_entropy to all rows, in fp32 or wider; adds z_loss, which PyTorch lacks."""
     z = logits[..., :valid_vocab].to(torch.promote_types(logits.dtype, torch.float32))
     z = z.flatten(0, -2)
@@ -48,14 +42,9 @@ def eager(
 
 
 def eager_linear(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    *,
-    chunk_tokens: int | None = None,
-    **options: Any,
-) -> Tensor:
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *,
+    chunk_tokens: int | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     return eager(F.linear(x, weight, bias), targets, **options)
 
 
@@ -78,9 +67,11 @@ def linear_inputs(s: Problem, make: Make) -> dict[str, Tensor]:
     return {**found, "bias": make(s["V"])} if s.get("bias") else found
 
 
+NO_OPTIONS = ("M", "C", "V", "bias", "ignored", "structural")
+
+
 def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
-    """Returns the keyword arguments of a test problem: all its entries except the sizes."""
-    return {k: v for k, v in s.items() if k not in ("M", "C", "V", "bias", "ignored")}
+    return {k: v for k, v in s.items() if k not in NO_OPTIONS}
 
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
@@ -114,26 +105,23 @@ def variants_of(
     V: int, dtype: torch.dtype, valid: int | None = None, **values: Any
 ) -> Iterator[Variant]:
     options = LossOptions(valid or V, **values)
-    logits = torch.empty(4096, V, dtype=dtype, device="meta")
-    targets = torch.empty(4096, dtype=torch.int64, device="meta")
-    scale = torch.empty((), device="meta")
+    logits, targets = meta(4096, V, dtype=dtype), meta(4096, dtype=torch.int64)
+    stats, scale = meta(2, 4096), meta()
 
     def out_of_place() -> None:
         from .device import cross_entropy_bwd, cross_entropy_fwd
 
-        _, stats = cross_entropy_fwd(logits, targets, options)
+        cross_entropy_fwd(logits, targets, options, meta(4096), stats)
         cross_entropy_bwd(logits, targets, stats, scale, logits, options)
 
     def in_place() -> None:
-        from .device import cross_entropy_fwd_bwd_, cross_entropy_scale_
+        from .device import cross_entropy_fwd, cross_entropy_scale_
 
-        losses = torch.empty(4096, device="meta")
-        cross_entropy_fwd_bwd_(logits, targets, scale, options, losses)
+        cross_entropy_fwd(logits, targets, options, meta(4096), scale=scale)
         if valid is None:
             cross_entropy_scale_(logits, scale)
 
-    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    label = " ".join([f"V={V} {kind}", *[f"valid={valid}"] * bool(valid), *values])
+    label = " ".join([f"V={V} {short(dtype)}", *[f"valid={valid}"] * bool(valid), *values])
     yield Variant(label, out_of_place)
     yield Variant(f"{label} in place", in_place)
 
@@ -141,13 +129,15 @@ def variants_of(
 EVERY = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}
 GPT2 = {"V": 50_304, "valid_vocab": 50_257}
 IN_PLACE = {"inplace_grad": True}
+NONE = {"valid_vocab": 20, "reduction": "none"}
 REDUCTIONS = ("mean", "sum", "none")
+SMALLER: Problem = {"M": 5, "V": 1030}
 EACH: dict[str, Problem] = {
-    "plain": {},
-    "label-smoothing": {"label_smoothing": 0.1},
-    "z-loss": {"z_loss": 0.01, "valid_vocab": 1000},
-    "softcap": {"softcap": 3.0, "ignore_index": 1},
-    "every option": {**EVERY, "valid_vocab": 1030},
+    "plain": SMALLER,
+    "label-smoothing": {**SMALLER, "label_smoothing": 0.1},
+    "z-loss": {**SMALLER, "z_loss": 0.01, "valid_vocab": 1000},
+    "softcap": {**SMALLER, "softcap": 3.0, "ignore_index": 1},
+    "every option": {**SMALLER, **EVERY, "valid_vocab": 1030},
 }
 SHAPES: dict[str, Problem] = {
     "one-element-left-over": {"M": (3, 5), "V": 33},
@@ -160,7 +150,6 @@ SHAPES: dict[str, Problem] = {
     "gpt2-unpadded": {"M": 4, "V": 50_257},
     "wide": {"M": 4, "V": 128_256},
 }
-OTHER_ROWS: tuple[Problem, ...] = tuple({"M": M} for M in (1, 15, 16, 17, 4096))
 SMALL: Problem = {"M": (4, 5), "V": 24, "ignored": True}
 CROSS_ENTROPY = Spec(
     name="cross_entropy",
@@ -174,25 +163,16 @@ CROSS_ENTROPY = Spec(
     variants=variants,
     work=bytes_moved,
     problems={
-        "mean": SMALL,
-        "none": {**SMALL, **EVERY, "valid_vocab": 20, "reduction": "none"},
-        "in place": {**SMALL, **EVERY, **IN_PLACE},
-        "in place none": {**SMALL, **IN_PLACE, "valid_vocab": 20, "reduction": "none"},
+        "mean": {**SMALL, **STRUCTURAL},
+        "none": {**SMALL, **EVERY, **NONE, **STRUCTURAL},
+        "in place": {**SMALL, **EVERY, **IN_PLACE, **STRUCTURAL},
+        "in place none": {**SMALL, **IN_PLACE, **NONE, **STRUCTURAL},
         **{
             f"{label} {reduction}{' in place' * in_place}": {
                 **shape, "ignored": True, "reduction": reduction, "inplace_grad": in_place
             }
-            for label, shape in SHAPES.items()
-            for reduction in ("mean", "none")
-            for in_place in (False, True)
-        },
-        **{
-            f"{label} {reduction}{' in place' * in_place}": {
-                "M": 5, "V": 1030, **chosen,
-                "ignored": True, "reduction": reduction, "inplace_grad": in_place,
-            }
-            for label, chosen in EACH.items()
-            for reduction in REDUCTIONS
+            for label, shape in (SHAPES | EACH).items()
+            for reduction in (("mean", "none") if label in SHAPES else REDUCTIONS)
             for in_place in (False, True)
         },
     },
@@ -207,11 +187,6 @@ CROSS_ENTROPY = Spec(
             "characters": {"M": 4096, "V": 65, **IN_PLACE},
         },
     },
-    structural=("mean", "none", "in place", "in place none"),
-    growing=({"M": (2, 5)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}, *OTHER_ROWS),
-    empty=({"M": 0}, {"M": (3, 0)}),
-    far=({"M": 3},),
-    overwritten="logits",
 )  # fmt: skip
 CHUNKED: Problem = {"M": (3, 4), "C": 24, "V": 70, "ignored": True, "bias": True, "chunk_tokens": 5}
 LINEAR_CROSS_ENTROPY = Spec(
@@ -226,8 +201,8 @@ LINEAR_CROSS_ENTROPY = Spec(
     work=linear_work,
     terms=lambda s: s["V"],  # of the gradient of x, where a BLAS adds them in one chain
     problems={
-        "mean": CHUNKED,
-        "none": {**CHUNKED, **EVERY, "bias": False, "valid_vocab": 61, "reduction": "none"},
+        "mean": {**CHUNKED, **STRUCTURAL},
+        "none": {**CHUNKED, **EVERY, **NONE, "bias": False, "valid_vocab": 61, **STRUCTURAL},
         **{
             f"{chunk} at a time {reduction}{' bias' * bias}": {
                 **CHUNKED, "chunk_tokens": chunk, "reduction": reduction, "bias": bias
@@ -251,10 +226,7 @@ LINEAR_CROSS_ENTROPY = Spec(
         "cpu": {"gpt2-124m": {"M": 256, "C": 768, "V": 50_304}},
         "cpu-full": {"gpt2-124m-4096": {"M": 4096, "C": 768, "V": 50_304}},
     },
-    structural=("mean", "none"),
-    growing=({"M": (3, 4)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}, *OTHER_ROWS),
-    empty=({"M": 0}, {"M": (3, 0)}),
-    far=({"M": 3, "V": 3, "valid_vocab": 3},),
+    changes=Changes(far=({"M": 3, "V": 3, "valid_vocab": 3},)),
     exempt={"strides_do_not_matter": "a BLAS adds up in another order where rows are unaligned"},
 )  # fmt: skip
 SPECS = (CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)

@@ -234,23 +234,16 @@ def splits(tiles: int, keys: int, block_n: int, slots: int) -> int:
 
 
 def decode_attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    starts: Tensor | None,
-    table: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """Runs the kernels: returns the output (B, Tq, H, D), contiguous."""
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, starts: Tensor | None, table: Tensor | None,
+    scale: float, out: Tensor,
+) -> None:  # fmt: skip
+    """Runs the kernels: writes the output (B, Tq, H, D)."""
     B, Tq, H, D = q.shape
     pages, page, K, _ = k.shape
     Tmax = page if table is None else table.shape[1] * page
-    out = torch.empty((B, Tq, H, D), dtype=q.dtype, device=q.device)
-    if out.numel() == 0:
-        return out
-    if Tmax == 0 or pages == 0:
-        return out.zero_()
+    if out.numel() == 0 or Tmax == 0 or pages == 0:
+        out.zero_()
+        return
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     lengths = lengths.contiguous()
     starts, table = (None if x is None else x.contiguous() for x in (starts, table))
@@ -284,4 +277,3 @@ def decode_attention_fwd(
             parts, lse, out, count,
             D=D, BLOCK_D=padded(D), MAX_SPLITS=MAX_SPLITS, BLOCK_S=16, num_warps=1,
         )  # fmt: skip
-    return out

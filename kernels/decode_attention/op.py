@@ -9,9 +9,7 @@ Source
     As for `kernels.attention`; pages: Kwon et al. 2023, arXiv:2309.06180.  Splits of the keys and
     traffic: docs/kernels/decode_attention.md.
 
-The new tokens are already in the cache. On CUDA, and on CPU tensors in Triton's interpreter, the
-kernels of `kernels.decode_attention.device` run; elsewhere the plain form does. There is no
-gradient.
+The new tokens are already in the cache. There is no gradient.
 """
 
 from typing import Any
@@ -19,39 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.plain import attend
 from ..checks import INTEGERS, check_head, check_like, check_qkv, check_scale
-from ..invariant import attention_invariant, is_batch_invariant
-from ..runtime import Op, autocast_dtype, runs_kernels, without_autocast
+from ..invariant import is_batch_invariant
+from ..runtime import Op, autocast_dtype, filled, like, runs_kernels, without_autocast
+from .cpu import attention_invariant
 
 
 def decode_attention_ref(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    *,
-    starts: Tensor | None = None,
-    block_table: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, starts: Tensor | None = None,
+    block_table: Tensor | None = None, scale: float | None = None,
+) -> Tensor:  # fmt: skip
     """Reference of `decode_attention` in plain PyTorch, scores and softmax in fp32.
 
     Arguments, result and errors are those of `decode_attention`; fp64 is also accepted and kept.
     """
     q, k_cache, v_cache = (x.to(autocast_dtype(x)) for x in (q, k_cache, v_cache))
     _check(q, k_cache, v_cache, lengths, starts, block_table, scale)
-    B, Tq, H, D = q.shape
-    factor = D**-0.5 if scale is None else scale
     wide, k, v, seen = _prepared(q, k_cache, v_cache, lengths, starts, block_table)
-    hidden = ~seen[:, None, None]
-    K = k.shape[2]
-    groups = wide.reshape(B, Tq, K, H // K, D)
     with without_autocast(q):
-        scores = torch.einsum("bqkgd,bjkd->bkgqj", groups, k) * factor
-        # a finite floor: with -inf the softmax of a row that sees no key is NaN
-        weights = scores.masked_fill(hidden, torch.finfo(wide.dtype).min).softmax(-1)
-        out = torch.einsum("bkgqj,bjkd->bqkgd", weights.masked_fill(hidden, 0.0), v)
-    return out.reshape(B, Tq, H, D).to(q.dtype)
+        return attend(wide, k, v, seen[:, None], scale).to(q.dtype)
 
 
 def _prepared(
@@ -84,25 +69,16 @@ def whole_cache(cache: Tensor, block_table: Tensor | None) -> Tensor:
     return cache[block_table.clamp(0, len(cache) - 1).long()].flatten(1, 2)
 
 
-# --- the op ---------------------------------------------------------------------------------------
-
-
-def _fwd(*args: Any) -> Tensor:
-    # imported when first run: triton is missing on macOS and slow to import
-    from .device import decode_attention_fwd
-
-    return decode_attention_fwd(*args)
+def _output(q: Tensor, *_: Any) -> Tensor:
+    return like(q)
 
 
 _decode_attention_fwd = Op(
     "decode_attention_fwd(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, "
     "Tensor? starts, Tensor? block_table, float scale) -> Tensor",
-    _fwd,
-    lambda q, *_: q.new_empty(q.shape),
+    filled(_output, f"{__package__}.device:decode_attention_fwd"),
+    _output,
 )
-
-
-# --- public ---------------------------------------------------------------------------------------
 
 
 def decode_attention(
@@ -166,14 +142,9 @@ def decode_attention(
 
 
 def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    starts: Tensor | None,
-    block_table: Tensor | None,
-    scale: float | None,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, starts: Tensor | None,
+    block_table: Tensor | None, scale: float | None,
+) -> None:  # fmt: skip
     check_qkv(q, k, v, names=("k_cache", "v_cache"), paged=block_table is not None)
     B, Tq = q.shape[:2]
     check_like("lengths", lengths, (B,), INTEGERS, q)

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from ..invariant import batch_invariant
 from ..proof.compile import Variant
-from ..spec import Make, Problem, Spec, Work
+from ..spec import STRUCTURAL, Changes, Make, Problem, Spec, Work, meta
 from .op import decode_attention, decode_attention_ref, visible_places, whole_cache
 
 SPLIT, COMBINE = "_decode_attention_kernel", "_decode_combine_kernel"
-
-# --- the op ---------------------------------------------------------------------------------------
 
 
 def eager(
@@ -114,9 +112,6 @@ def flops_and_bytes(s: Problem, itemsize: int) -> Work:
     return {"fwd": (4 * B * H * T * D, 2 * B * H * D * (T + 1) * itemsize)}
 
 
-# --- what is compiled ahead of time ---------------------------------------------------------------
-
-
 def variants(arch: int) -> Iterator[Variant]:
     """Yields the kernel variants to compile: head dimensions, dtypes, split and paged caches."""
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -136,15 +131,12 @@ def variant(
 ) -> Variant:  # fmt: skip
     T = 4096
 
-    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     def run() -> None:
         shape = (B * T // page, page, K, D) if page else (B, T, K, D)
-        table = make(B, T // page, dtype=torch.int32) if page else None
-        first = make(B, Tq, dtype=torch.int64) if starts else None
-        lengths = make(B, dtype=torch.int64)
-        q, k, v = make(B, Tq, H, D), make(*shape), make(*shape)
+        table = meta(B, T // page, dtype=torch.int32) if page else None
+        first = meta(B, Tq, dtype=torch.int64) if starts else None
+        lengths = meta(B, dtype=torch.int64)
+        q, k, v = (meta(*sizes, dtype=dtype) for sizes in ((B, Tq, H, D), shape, shape))
         with batch_invariant(invariant):
             decode_attention(q, k, v, lengths, starts=first, block_table=table)
 
@@ -152,9 +144,6 @@ def variant(
     parts = [f"D={D} {str(dtype).removeprefix('torch.')} B={B} Tq={Tq} group={H // K}"]
     parts += [f"page={page}"] * bool(page) + ["starts"] * starts + ["invariant"] * invariant
     return Variant(" ".join(parts), run, mma)
-
-
-# --- problems -------------------------------------------------------------------------------------
 
 
 def problem(T: int, H: int, D: int, lengths: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -190,8 +179,8 @@ DECODE_ATTENTION = Spec(
     work=flops_and_bytes,
     terms=lambda s: s["D"],  # in fp32 a score is one chain of multiply-adds
     problems={
-        "three-heads": problem(40, 6, 16, (40, 17, 1), Tq=4, K=3),
-        "pages-and-starts": problem(9, 6, 16, (9, 2), Tq=4, K=3, page=7, **STARTS),
+        "three-heads": problem(40, 6, 16, (40, 17, 1), Tq=4, K=3, **STRUCTURAL),
+        "pages-and-starts": problem(9, 6, 16, (9, 2), Tq=4, K=3, page=7, **STARTS, **STRUCTURAL),
         "full": full(2, 40, 2, 16),
         "one-place": problem(1, 2, 16, (1, 0)),
         "nothing-yet": NOTHING,
@@ -233,23 +222,14 @@ DECODE_ATTENTION = Spec(
         },
         "cpu": {"b4-1k": full(4, 1024, 12, 64)},
     },
-    structural=("three-heads", "pages-and-starts"),
-    growing=(
-        grown(270, 20, 3),
-        grown(301, 5, 6, 0, 31, 17),
-        grown(258, 33, 4),
-        grown(290, 1, 2, 40),
-        {**grown(4096, 5), "Tq": 1},
-        {**grown(4097, *range(16)), "Tq": 1},
+    changes=Changes(
+        growing=(
+            *(grown(270, 20, 3), grown(301, 5, 6, 0, 31, 17)),
+            *(grown(258, 33, 4), grown(290, 1, 2, 40)),
+            *({**grown(4096, 5), "Tq": 1}, {**grown(4097, *range(16)), "Tq": 1}),
+        ),
+        empty=(grown(9), {"Tq": 0}, {"H": 0}, grown(0, 0), {"page": 4, "pages": 0}),
+        far=({}, grown(9, 9)),  # three sequences; three heads, or pages of 7
     ),
-    empty=(
-        {"B": 0, "lengths": ()},
-        {"Tq": 0},
-        {"H": 0},
-        {"T": 0, "B": 1, "lengths": (0,)},
-        {"page": 4, "pages": 0},
-    ),
-    far=({}, {"T": 9, "B": 1, "lengths": (9,)}),  # three sequences; three heads, or pages of 7
-    differentiable=False,
 )
 SPECS = (DECODE_ATTENTION,)

@@ -1,7 +1,6 @@
 """Spec of `dropout`, which is random and has no kernel."""
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
@@ -16,11 +15,6 @@ P = 0.2
 
 def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
     return {"x": make(*rows(s), s["N"])}
-
-
-def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
-    """Makes the keyword arguments of every test problem: the dropout probability."""
-    return {"p": P}
 
 
 def bytes_moved(s: Problem, itemsize: int) -> Work:
@@ -50,9 +44,7 @@ DROPOUT = Spec(
     ref=F.dropout,
     eager=F.dropout,
     inputs=inputs,
-    options=options,
-    launches=lambda s: (),
-    variants=lambda arch: iter(()),
+    options=lambda problem, device: {"p": P},
     work=bytes_moved,
     problems={"typical": {"M": 300, "N": 101}},
     sizes={"cpu": {"shakespeare-char": {"M": 4096, "N": 1536}}, "cuda": {}},

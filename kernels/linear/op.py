@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
-from ..invariant import is_batch_invariant, linear_invariant
+from ..invariant import is_batch_invariant, products
 from ..runtime import autocast_dtype, no_hooks, without_autocast
 
 LEAST = {True: 2**23, False: 2**19}
@@ -132,6 +132,14 @@ def transposed_product(dy: Tensor, x: Tensor) -> Tensor:
     return product(dy.t(), x.t())
 
 
+def _linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    dtype = autocast_dtype(x)
+    with without_autocast(x):
+        rows = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1]).to(dtype)
+        y = products(rows, weight.to(dtype).t()[None]).view(*x.shape[:-1], len(weight))
+        return y if bias is None else y + bias.to(dtype)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes x @ weight.T + bias as F.linear does, and its gradients.
 
@@ -146,9 +154,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         Tensor: (..., O), of autocast's dtype if it is on, else of x's.
     """
     if is_batch_invariant():
-        dtype = autocast_dtype(x)
-        with without_autocast(x):
-            return linear_invariant(x, weight, bias, dtype)
+        return _linear_invariant(x, weight, bias)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     wide = differentiated and wants_wide_gradients(x, weight)

@@ -30,8 +30,6 @@ LINEAR = Spec(
     ref=F.linear,
     eager=F.linear,
     inputs=inputs,
-    launches=lambda s: (),
-    variants=lambda arch: iter(()),
     work=least_work,
     terms=lambda s: max(math.prod(rows(s)), s["I"], s["O"]),  # oneDNN's sums are one chain
     problems={
@@ -48,7 +46,6 @@ LINEAR = Spec(
         },
         "cuda": {},
     },
-    empty=({"M": 0}, {"M": (2, 0)}),
     exempt={
         "opcheck_passes": "it registers no op of its own",
         "compiles_once": "under torch.compile it is F.linear",

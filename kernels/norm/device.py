@@ -206,28 +206,15 @@ def bwd_programs(device: torch.device, warps: int) -> int:
 
 
 def norm_fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    x_bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the forward kernel: returns (y, sum with the residual or empty, row statistics)."""
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    x_bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype,
+    y: Tensor, total: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
+    """Runs the forward kernel: writes y, the sum with the residual, and the row statistics."""
     N = x.shape[-1]
     M = x.numel() // N
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    summed = () if residual is None else (x.dtype, residual.dtype)
-    total = torch.empty(
-        x.shape if summed else 0,
-        dtype=torch.promote_types(*summed) if summed else dtype,
-        device=x.device,
-    )
-    stats = torch.empty((2 if centred else 1, M), dtype=torch.float32, device=x.device)
     if M == 0:
-        return y, total, stats
+        return
     x = as_rows(x)
     residual = None if residual is None else as_rows(residual)
     config = fwd_tile(N)
@@ -235,11 +222,11 @@ def norm_fwd(
     lane = 16 // max(t.element_size() for t in (x, residual, weight) if t is not None)
     launch(
         _norm_fwd_kernel, (triton.cdiv(M, config["BLOCK_M"]),),
-        x, residual, *map(_vector, (weight, bias, x_bias)), y, total if summed else None, stats,
+        x, residual, *map(_vector, (weight, bias, x_bias)), y,
+        None if residual is None else total, stats,
         x.stride(0), 0 if residual is None else residual.stride(0),
         M, N, EPS=eps, CENTRED=centred, LANE=lane, **config,
     )  # fmt: skip
-    return y, total, stats
 
 
 def _vector(weight: Tensor | None) -> Tensor | None:
@@ -261,33 +248,20 @@ def bwd_plan(
 
 
 def norm_bwd(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    stats: Tensor,
-    weight: Tensor | None,
-    dx_dtype: torch.dtype,
-    dresidual_dtype: torch.dtype | None,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the backward kernels: returns (dx, dresidual, parts).
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None,
+    dx_dtype: torch.dtype, dresidual_dtype: torch.dtype | None, wanted: list[bool],
+    dx: Tensor, dresidual: Tensor, parts: Tensor,
+) -> None:  # fmt: skip
+    """Runs the backward kernels for the normalised input x: writes dx, dresidual and parts.
 
-    x is the normalised input. dresidual is empty without a dtype for it, else dx in that dtype.
-    parts (P, V N) fp32 are partial sums of the V wanted ones of dweight, dbias and dx_bias, the
-    last of which holds the column sums of dx.
+    dresidual, if it has a dtype, is dx in that dtype; the last of parts are the column sums of dx.
     """
     N = x.shape[-1]
     M = x.numel() // N
-    apart, vectors = dresidual_dtype is not None, sum(wanted)
-    config, programs, parts_n = bwd_plan(M, N, x.device, apart, vectors)
-    dx = torch.empty(x.shape, dtype=dx_dtype, device=x.device)
-    dresidual = torch.empty(
-        x.shape if apart else 0, dtype=dresidual_dtype or dx_dtype, device=x.device
-    )
-    parts = torch.empty((programs, vectors * N), dtype=torch.float32, device=x.device)
     if M == 0:
-        return dx, dresidual, parts
-    centred = len(stats) == 2
+        return
+    apart, centred = dresidual_dtype is not None, len(stats) == 2
+    config, programs, parts_n = bwd_plan(M, N, x.device, apart, sum(wanted))
     dy, x, weight = as_rows(dy), as_rows(x), _vector(weight)
     dtotal = None if dtotal is None else as_rows(dtotal)
     dots = None
@@ -306,4 +280,3 @@ def norm_bwd(
         dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0),
         M, N, CENTRED=centred, **config,
     )  # fmt: skip
-    return dx, dresidual, parts

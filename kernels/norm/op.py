@@ -6,11 +6,9 @@ Source
     LayerNorm: Ba, Kiros, Hinton 2016, arXiv:1607.06450, eq. 4.  RMSNorm: Zhang & Sennrich 2019,
     arXiv:1910.07467, eq. 4.  Backward and traffic: docs/kernels/norm.md.
 
-On CUDA, and on CPU tensors in Triton's interpreter, the kernels of `kernels.norm.device` run;
-anywhere else the plain form does. Statistics are fp32 and the weights may be: activations in bf16
-with weights in fp32 is what autocast meets. y has the dtype of x, or autocast's where it is on,
-because what follows a norm is a matrix product; the sum keeps the dtype torch gives x + residual.
-A gradient of a gradient raises.
+Statistics are fp32 and the weights may be: activations in bf16 with weights in fp32 is what
+autocast meets. y has the dtype of x, or autocast's where it is on, because what follows a norm is a
+matrix product; the sum keeps the dtype torch gives x + residual.
 
 `x_bias` is the bias of the projection that computes x. Where the norm adds it, its gradient, the
 column sums of x's, needs no pass of its own over that gradient.
@@ -22,24 +20,16 @@ import torch
 from torch import Tensor
 
 from ..checks import check_float
-from ..runtime import Op, autocast_dtype, runs_kernels
+from ..runtime import Op, autocast_dtype, filled, runs_kernels
 from ..sums import split_grads
 
 MAX_N = 16_384
 
-# --- reference ------------------------------------------------------------------------------------
-
 
 def norm_ref(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    residual: Tensor | None = None,
-    x_bias: Tensor | None = None,
-    centred: bool = True,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
+    residual: Tensor | None = None, x_bias: Tensor | None = None, centred: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Reference of all norms in plain PyTorch: returns (y, x + x_bias + residual), also in fp64.
 
     Args:
@@ -66,56 +56,39 @@ def residual_sum(x: Tensor, x_bias: Tensor | None, residual: Tensor) -> Tensor:
     return (x + residual).to(dtype)
 
 
-# --- ops ------------------------------------------------------------------------------------------
-# The kernels are imported when first run: triton is missing on macOS and slow to import.
-
-
-def _fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from .device import norm_fwd
-
-    return norm_fwd(*args)
-
-
-def _bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from .device import norm_bwd
-
-    return norm_bwd(*args)
-
-
-def _fwd_fake(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    x_bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = x.new_empty(0, dtype=dtype)
+def _outputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    x_bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Allocates y, the sum with the residual, empty without one, and the row statistics."""
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    total = torch.empty(0, dtype=dtype, device=x.device)
     if residual is not None:
-        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    stats = x.new_empty((2 if centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dtype), total, stats
+        summed = torch.promote_types(x.dtype, residual.dtype)
+        total = torch.empty(x.shape, dtype=summed, device=x.device)
+    rows = x.numel() // x.shape[-1]
+    stats = torch.empty((2 if centred else 1, rows), dtype=torch.float32, device=x.device)
+    return y, total, stats
 
 
-def _bwd_fake(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    stats: Tensor,
-    weight: Tensor | None,
-    dx_dtype: torch.dtype,
-    dresidual_dtype: torch.dtype | None,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _grads(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None,
+    dx_dtype: torch.dtype, dresidual_dtype: torch.dtype | None, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Allocates dx, dresidual and parts.
+
+    dresidual is empty without a dtype for it. parts (P, V N) fp32 are partial sums of the V wanted
+    ones of dweight, dbias and dx_bias.
+    """
     from .device import bwd_plan
 
     apart, vectors, N = dresidual_dtype is not None, sum(wanted), x.shape[-1]
     _, programs, _ = bwd_plan(x.numel() // N, N, x.device, apart, vectors)
-    dresidual = x.new_empty(x.shape if apart else 0, dtype=dresidual_dtype or dx_dtype)
-    parts = x.new_empty((programs, vectors * N), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dx_dtype), dresidual, parts
+    dx = torch.empty(x.shape, dtype=dx_dtype, device=x.device)
+    dresidual = torch.empty(
+        x.shape if apart else 0, dtype=dresidual_dtype or dx_dtype, device=x.device
+    )
+    return dx, dresidual, torch.empty((programs, vectors * N), device=x.device, dtype=torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -128,15 +101,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tuple[Any, ...]:
     x_dtype, residual_dtype = ctx.dtypes[:2]
-    options = (None, None, None)
     if dy is None:  # y was not used
-        if dtotal is None:
-            return (None,) * 8
+        assert dtotal is not None
         dx_bias = None
         if ctx.needs_input_grad[4]:
             rows = dtotal.reshape(-1, dtotal.shape[-1])
             dx_bias = rows.sum(0, dtype=torch.float32).to(ctx.dtypes[4])
-        return dtotal.to(x_dtype), dtotal.to(residual_dtype), None, None, dx_bias, *options
+        return dtotal.to(x_dtype), dtotal.to(residual_dtype), None, None, dx_bias
     x, weight, stats = ctx.saved_tensors
     apart = residual_dtype is not None and residual_dtype != x_dtype
     wanted = ctx.needs_input_grad[2:5]
@@ -145,35 +116,31 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _: None) -> tu
     if not apart:
         dresidual = dx if residual_dtype else None
     of_vectors = (dtype if it else None for dtype, it in zip(ctx.dtypes[2:], wanted, strict=True))
-    return dx, dresidual, *split_grads(parts, *of_vectors), *options
+    return dx, dresidual, *split_grads(parts, *of_vectors)
 
 
 _norm_bwd = Op(
     "norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor stats, Tensor? weight, "
     "ScalarType dx_dtype, ScalarType? dresidual_dtype, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor)",
-    _bwd,
-    _bwd_fake,
+    filled(_grads, f"{__package__}.device:norm_bwd"),
+    _grads,
 )
 _norm_fwd = Op(
     "norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? x_bias, "
     "float eps, bool centred, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    _fwd,
-    _fwd_fake,
+    filled(_outputs, f"{__package__}.device:norm_fwd"),
+    _outputs,
     setup_context=_setup_context,
     backward=_backward,
 )
 
 
-def _run(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    x_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def run(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    x_bias: Tensor | None = None, *, eps: float, centred: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Computes any of the norms, as `norm_ref` does."""
     _check(x, residual, eps, weight=weight, bias=bias, x_bias=x_bias)
     if not runs_kernels(x.device):
         return norm_ref(x, weight, bias, eps, residual=residual, x_bias=x_bias, centred=centred)
@@ -195,9 +162,6 @@ def _check(x: Tensor, residual: Tensor | None, eps: float, **vectors: Tensor | N
         raise ValueError(f"eps: expected 0 or more, got {eps}")
 
 
-# --- public ---------------------------------------------------------------------------------------
-
-
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
@@ -216,7 +180,7 @@ def layer_norm(
     Raises:
         ValueError: a shape, dtype or device is not as above.
     """
-    return _run(x, None, weight, bias, eps, centred=True)[0]
+    return run(x, None, weight, bias, eps=eps, centred=True)[0]
 
 
 def add_layer_norm(
@@ -244,12 +208,12 @@ def add_layer_norm(
     Raises:
         ValueError: a shape, dtype or device is not as above.
     """
-    return _run(x, residual, weight, bias, eps, True, x_bias)
+    return run(x, residual, weight, bias, x_bias, eps=eps, centred=True)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Computes x / sqrt(mean(x**2) + eps) * weight; for arguments and result see `layer_norm`."""
-    return _run(x, None, weight, None, eps, centred=False)[0]
+    return run(x, None, weight, None, eps=eps, centred=False)[0]
 
 
 def add_rms_norm(
@@ -261,4 +225,4 @@ def add_rms_norm(
     x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (rms_norm(total), total) for total = x + x_bias + residual; see `add_layer_norm`."""
-    return _run(x, residual, weight, None, eps, False, x_bias)
+    return run(x, residual, weight, None, x_bias, eps=eps, centred=False)

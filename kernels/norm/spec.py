@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows it by
 from torch import Tensor
 
 from ..proof.compile import Variant
-from ..spec import Make, Problem, Spec, Work, rows, work
+from ..spec import STRUCTURAL, Changes, Make, Problem, Spec, Work, meta, rows, short, step, work
 from . import op
 
 FWD, DOTS, BWD = "_norm_fwd_kernel", "_norm_dots_kernel", "_norm_bwd_kernel"
@@ -40,44 +40,28 @@ def variants(arch: int) -> Iterator[Variant]:
 
 
 def variant(
-    n: int,
-    dtype: torch.dtype,
-    weight: torch.dtype,
-    residual: torch.dtype | None = None,
-    *,
-    bias: bool = True,
-    centred: bool = True,
-    x_bias: bool = False,
-) -> Variant:
-    def make(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
-        return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
-
+    n: int, dtype: torch.dtype, weight: torch.dtype, residual: torch.dtype | None = None, *,
+    bias: bool = True, centred: bool = True, x_bias: bool = False,
+) -> Variant:  # fmt: skip
     def run() -> None:
-        from ..rows import reduce_partials
-        from .device import norm_bwd, norm_fwd
+        w, b, xb = (meta(n, dtype=weight) if given else None for given in (True, bias, x_bias))
+        x, r = (meta(4096, n, dtype=of) if of else None for of in (dtype, residual))
 
-        x = y = torch.empty(4096, n, dtype=dtype, device="meta")
-        w, b, xb = (make(weight if given else None, n) for given in (True, bias, x_bias))
-        r = make(residual, 4096, n)
-        _, total, stats = norm_fwd(x, r, w, b, xb, 1e-5, centred, dtype)
-        saved, other = (x, None) if r is None else (total, residual if residual != dtype else None)
-        dtotal = None if r is None else total
-        wanted = [True, bias, x_bias]
-        *_, parts = norm_bwd(y, dtotal, saved, stats, w, dtype, other, wanted)
-        reduce_partials([parts])
+        def norm(*tensors: Tensor) -> Any:
+            found = op.run(*tensors, eps=1e-5, centred=centred)
+            return found if residual else found[0]
 
-    names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", None: ""}
-    parts = ["layer" if centred else "rms", f"N={n} {names[dtype]} weight={names[weight]}"]
-    parts += (
-        ["bias"] * bias
-        + ["x_bias"] * x_bias
-        + [f"residual={names[residual]}"] * (residual is not None)
-    )
+        step(norm, x, r, w, b, xb)
+
+    parts = ["layer" if centred else "rms", f"N={n} {short(dtype)} weight={short(weight)}"]
+    parts += ["bias"] * bias + ["x_bias"] * x_bias
+    parts += [f"residual={short(residual)}"] * (residual is not None)
     return Variant(" ".join(parts), run)
 
 
+NO_WEIGHT: Problem = {"M": (3, 7), "N": 24, "eps": 0.1, "without": ("weight", "bias")}
 PROBLEMS: dict[str, Problem] = {
-    "three-dimensions": {"M": (4, 5), "N": 24},
+    "three-dimensions": {"M": (4, 5), "N": 24, **STRUCTURAL},
     "one-row": {"M": 1, "N": 8},
     # eps of 1: with less, RMSNorm's dx is smaller than its rounding error
     "one-column": {"M": 5, "N": 1, "eps": 1.0},
@@ -86,7 +70,14 @@ PROBLEMS: dict[str, Problem] = {
     "more-tiles-than-programs": {"M": 23, "N": 520},
     "many-tiles": {"M": (3, 50), "N": 200},
     "gpt2-xl": {"M": 3, "N": 1600},
-    "no-weight": {"M": (3, 7), "N": 24, "eps": 0.1, "without": ("weight", "bias")},
+    "no-weight": {**NO_WEIGHT, **STRUCTURAL},
+}
+SUMMED: dict[str, Problem] = {
+    "x-bias": {"M": (2, 23), "N": 520, "x_bias": True, **STRUCTURAL},
+    "x-bias-no-weight": {**NO_WEIGHT, "x_bias": True},
+    "many-results": {"M": 3, "N": 4104, "x_bias": True},
+    "widest-whole-row": {"M": 3, "N": 8192},
+    "row-in-parts": {"M": 3, "N": WIDE},
 }
 WIDTHS = {"gpt2-124m": 768, "gpt2-355m": 1024, "gpt2-774m": 1280, "gpt2-1558m": 1600}
 SIZES: dict[str, dict[str, Problem]] = {
@@ -113,53 +104,44 @@ def with_x_bias(f: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def reference(kind: str, summed: bool, eps: float) -> Callable[..., Any]:
-    """Returns `norm_ref` with the arguments of one norm, whose default is `eps`."""
-
-    def ref(x: Tensor, *tensors: Tensor, **options: Any) -> Any:
-        residual, vectors = (tensors[0], tensors[1:]) if summed else (None, tensors)
-        asked = {"eps": eps, "centred": kind == "layer", **options}
-        y, total = op.norm_ref(x, *vectors, residual=residual, **asked)
-        return (y, total) if summed else y
-
-    return ref
-
-
 def norm_spec(kind: str, *, summed: bool) -> Spec:
     """Builds the spec of layer_norm or rms_norm (`kind`: layer, rms), alone or with a residual."""
     name = f"{'add_' if summed else ''}{kind}_norm"
     plain: Callable[..., Tensor] = F.layer_norm if kind == "layer" else F.rms_norm
-    default = 1e-5 if kind == "layer" else 1e-6
+    default = {"eps": 1e-5 if kind == "layer" else 1e-6}
+
+    def split(tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        return (tensors[0], tensors[1:]) if summed else (None, tensors)
+
+    def ref(x: Tensor, *tensors: Tensor, **options: Any) -> Any:
+        (residual, vectors), asked = split(tensors), {**default, **options}
+        found = op.norm_ref(x, *vectors, residual=residual, centred=kind == "layer", **asked)
+        return found if summed else found[0]
 
     def eager(x: Tensor, *tensors: Tensor, x_bias: Tensor | None = None, **options: Any) -> Any:
-        residual, vectors = (tensors[0], tensors[1:]) if summed else (None, tensors)
+        residual, vectors = split(tensors)
         total = x if residual is None else op.residual_sum(x, x_bias, residual)
-        y = plain(total, x.shape[-1:], *vectors, **{"eps": default, **options})
+        y = plain(total, x.shape[-1:], *vectors, **{**default, **options})
         return (y, total) if summed else y
 
-    def params(s: Problem) -> list[str]:
-        return [vector for vector in VECTORS[kind] if vector not in s.get("without", ())]
-
-    def x_biases(s: Problem) -> list[str]:
-        return ["x_bias"] * s.get("x_bias", False)
+    def vectors_of(s: Problem) -> list[str]:
+        given = [vector for vector in VECTORS[kind] if vector not in s.get("without", ())]
+        return given + ["x_bias"] * s.get("x_bias", False)
 
     def inputs(s: Problem, make: Make) -> dict[str, Tensor]:
         matrices = ("x", "residual") if summed else ("x",)
         made = {matrix: make(*rows(s), s["N"]) for matrix in matrices}
-        return {**made, **{vector: make(s["N"]) for vector in (*params(s), *x_biases(s))}}
+        return {**made, **{vector: make(s["N"]) for vector in vectors_of(s)}}
 
     def options(s: Problem, device: torch.device | str) -> dict[str, Any]:
         """Makes the keyword arguments of a test problem: vectors left out, and eps."""
-        fixed = {vector: None for vector in VECTORS[kind] if vector not in params(s)}
-        given = {option: s[option] for option in ("eps", "x_bias") if option in s}
-        return {**fixed, **given}
+        fixed = {vector: None for vector in VECTORS[kind] if vector not in vectors_of(s)}
+        return {**fixed, **{option: s[option] for option in ("eps", "x_bias") if option in s}}
 
     def launches(s: Problem) -> tuple[str, ...]:
-        return (
-            (FWD, BWD)
-            + (SUM,) * bool(params(s) + x_biases(s))
-            + (DOTS,) * (s["N"] > (4096 if len(params(s) + x_biases(s)) > 2 else 8192))
-        )
+        vectors = len(vectors_of(s))
+        in_parts = s["N"] > (4096 if vectors > 2 else 8192)
+        return (FWD, BWD) + (SUM,) * (vectors > 0) + (DOTS,) * in_parts
 
     def bytes_moved(s: Problem, itemsize: int) -> Work:
         """Counts the bytes moved: x and y in the forward; x, dy and dx in the backward.
@@ -170,19 +152,11 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         n = math.prod(rows(s)) * s["N"] * itemsize
         return work((0, 4 * n), (0, 4 * n)) if summed else work((0, 2 * n), (0, 3 * n))
 
-    problems = dict(PROBLEMS)
-    if summed:
-        problems["x-bias"] = {"M": (2, 23), "N": 520, "x_bias": True}
-        problems["x-bias-no-weight"] = {**PROBLEMS["no-weight"], "x_bias": True}
-        problems["many-results"] = {"M": 3, "N": 4104, "x_bias": True}
-        problems["widest-whole-row"] = {"M": 3, "N": 8192}
-        problems["row-in-parts"] = {"M": 3, "N": WIDE}
-    if kind == "layer":
-        problems["no-bias"] = {"M": 7, "N": 24, "without": ("bias",)}
+    no_bias: dict[str, Problem] = {"no-bias": {"M": 7, "N": 24, "without": ("bias",)}}
     return Spec(
         name=name,
         op=with_x_bias(getattr(op, name)),
-        ref=with_x_bias(reference(kind, summed, default)),
+        ref=with_x_bias(ref),
         eager=with_x_bias(eager),
         cpu=with_x_bias(eager),
         inputs=inputs,
@@ -190,12 +164,9 @@ def norm_spec(kind: str, *, summed: bool) -> Spec:
         launches=launches,
         variants=variants,
         work=bytes_moved,
-        problems=problems,
+        problems=PROBLEMS | (SUMMED if summed else {}) | (no_bias if kind == "layer" else {}),
         sizes=SIZES,
-        structural=("three-dimensions", "no-weight", *["x-bias"] * summed),
-        growing=tuple({"M": M} for M in ((2, 5), (3, 5), (4, 8), (5, 9), 1, 17, 65_537)),
-        empty=({"M": 0}, {"M": (3, 0)}),
-        far=({"M": 3}, {"M": 3, "N": WIDE}),
+        changes=Changes(far=({"M": 3}, {"M": 3, "N": WIDE})),
     )
 
 

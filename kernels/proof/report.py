@@ -15,6 +15,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +124,17 @@ def report(
     archs: Sequence[int],
     *,
     dtypes: Sequence[str] = tuple(DTYPES),
-    problems: int | None = 1,
+    problems: Callable[[Spec], Iterable[str]],
     jobs: int | None = None,
 ) -> Report:
-    """Compiles configurations and executes the first `problems` of each op; None for all."""
+    """Compiles configurations, and executes of each op the problems with some labels."""
     import triton
 
     results = {}
     for spec in specs:
-        for label, problem in list(spec.problems.items())[:problems]:
-            for dtype in dtypes:
-                for arch, result in executed(spec, problem, DTYPES[dtype], archs):
-                    results[f"sm_{arch} {spec.name} {label} {dtype}"] = result
+        for label, dtype in product(problems(spec), dtypes):
+            for arch, result in executed(spec, spec.problems[label], DTYPES[dtype], archs):
+                results[f"sm_{arch} {spec.name} {label} {dtype}"] = result
         print(f"{spec.name}: executed", flush=True)
     forms = {row.key: figures(row) for row in compile_all(configs, jobs)}
     print(f"{len(forms)} compiled", flush=True)
@@ -187,9 +188,11 @@ def main(argv: list[str] | None = None) -> int:
         configs, specs = what_differs(known, configs, specs)
     if args.brief:
         configs = list({(c.kernel, c.arch): c for c in reversed(configs)}.values())[::-1]
-    some = {"dtypes": ["bf16"], "problems": 1} if args.brief else {"problems": args.problems}
+    most = 1 if args.brief else args.problems
+    problems = attrgetter("structural") if args.known else lambda spec: [*spec.problems][:most]
+    dtypes = ["bf16"] if args.brief else [*DTYPES]
     executed_for = [90] if args.known else archs
-    found = report(configs, specs, executed_for, jobs=args.jobs, **some)
+    found = report(configs, specs, executed_for, dtypes=dtypes, problems=problems, jobs=args.jobs)
     text = json.dumps({**found, "fingerprints": prints}, indent=1, sort_keys=True)
     args.out.write_text(text + "\n", encoding="utf-8")
     return 0

@@ -9,14 +9,11 @@ and sin. The heads of k follow those of q in the grid: one launch. The backward 
 angles negated (CONJUGATE).
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..runtime import launch
-
-# --- device ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -75,9 +72,6 @@ def _rotary_kernel(
               mask_t, stride_kb, stride_kt, stride_kh, T, K, D, BLOCK_P)  # fmt: skip
 
 
-# --- configuration --------------------------------------------------------------------------------
-
-
 def tile(H: int, K: int, D: int) -> dict[str, int]:
     """Block sizes: 1024 pairs, 8 a thread, of up to four heads, which share cosines and sines."""
     block_p = max(8, 1 << (D // 2 - 1).bit_length())
@@ -86,33 +80,14 @@ def tile(H: int, K: int, D: int) -> dict[str, int]:
     return {"BLOCK_T": block_t, "BLOCK_H": block_h, "BLOCK_P": block_p, "num_warps": 4}
 
 
-# --- launchers ------------------------------------------------------------------------------------
-
-
-def rotary_fwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Runs the kernel: returns q and k rotated, contiguous."""
-    return _rotated(q, k, cos, sin, conjugate=False)
-
-
-def rotary_bwd(
-    cos: Tensor, sin: Tensor, dq: Tensor | None, dk: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Runs the kernel backwards: returns the gradients of q and k, empty where none comes in."""
-    if dq is not None:
-        return _rotated(dq, dk, cos, sin, conjugate=True)
-    assert dk is not None
-    dk, dq = _rotated(dk, None, cos, sin, conjugate=True)
-    return dq, dk
-
-
-def _rotated(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, conjugate: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns q and k rotated; an empty tensor for a k of None."""
+def rotary_fwd(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor | None,
+    conjugate: bool = False,
+) -> None:  # fmt: skip
+    """Runs the kernel: writes q and k rotated, with `conjugate` by the negative angles."""
     q, k = _pairs(q), None if k is None else _pairs(k)
     B, T, H, D = q.shape
     K = 0 if k is None else k.shape[2]
-    q_out, k_out = _like(q), None if k is None else _like(k)
     if B * T:
         config = tile(H, K, D)
         blocks = triton.cdiv(H, config["BLOCK_H"]) + triton.cdiv(K, config["BLOCK_H"])
@@ -122,11 +97,16 @@ def _rotated(
             *q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]), T,
             H=H, K=K, D=D, CONJUGATE=conjugate, **config,
         )  # fmt: skip
-    return q_out, torch.empty(0, device=q.device) if k_out is None else k_out
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def rotary_bwd(
+    cos: Tensor, sin: Tensor, dq: Tensor | None, dk: Tensor | None, one: Tensor, two: Tensor
+) -> None:
+    """Runs the kernel backwards: writes the gradients of q and k, or of the one that comes in."""
+    if dq is None:
+        dq, dk, one, two = dk, None, two, one
+    assert dq is not None
+    rotary_fwd(dq, dk, cos, sin, one, None if dk is None else two, conjugate=True)
 
 
 def _pairs(x: Tensor) -> Tensor:

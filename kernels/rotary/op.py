@@ -9,10 +9,9 @@ Math
 Source
     Su et al. 2021, arXiv:2104.09864, eq. 34.
 
-On CUDA, and on CPU tensors in Triton's interpreter, `kernels.rotary.device` runs, once for q and k
-together; elsewhere `rotary_plain` does. All math is fp32, but on a CPU that of the inputs' dtype.
-Dtypes are kept, under autocast, too, as q and k come from a product that autocast has cast. A
-gradient of a gradient of the kernels raises.
+A kernel runs once for q and k together, else `cpu.rotary_plain`. All math is fp32, but on a CPU
+that of the inputs' dtype. Dtypes are kept, under autocast, too, as q and k come from a product that
+autocast has cast.
 """
 
 from typing import Any
@@ -21,9 +20,8 @@ import torch
 from torch import Tensor
 
 from ..checks import MAX_D, check_float, check_like
-from ..runtime import Op, runs_kernels
-
-# --- reference ------------------------------------------------------------------------------------
+from ..runtime import Op, filled, like, runs_kernels
+from .cpu import rotary_plain
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -37,52 +35,13 @@ def rotary_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
 
-class _Turned(torch.autograd.Function):
-    """Turns as `_turned`, in fewer passes; the gradient is turned back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # pyright: ignore
-        ctx.save_for_backward(cos, sin)
-        # on a CPU conversions take longer than the rest
-        dtype = x.dtype if x.is_cpu else torch.promote_types(x.dtype, torch.float32)
-        y, halves = x.to(dtype), ((cos, cos), (-sin, sin))
-        cos, sin = (torch.cat(pair, -1)[:, None].to(dtype) for pair in halves)
-        y = torch.addcmul(y * cos, y.roll(x.shape[-1] // 2, -1), sin)
-        # compiled by PyTorch 2.11, a conversion that changes nothing gives gradients of zero here
-        return y if y.dtype == x.dtype else y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
-        cos, sin = ctx.saved_tensors
-        return _Turned.apply(dy, cos, -sin), None, None  # pyright: ignore
+def _outputs(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return like(q), like(k)
 
 
-def rotary_plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `rotary` by PyTorch's ops, in fewer passes; on a CPU in the inputs' dtype."""
-    return _Turned.apply(q, cos, sin), _Turned.apply(k, cos, sin)  # pyright: ignore
-
-
-# --- op -------------------------------------------------------------------------------------------
-# The kernels are imported when first run: triton is missing on macOS and slow to import.
-
-
-def _fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    from .device import rotary_fwd
-
-    return rotary_fwd(*args)
-
-
-def _bwd(*args: Any) -> tuple[Tensor, Tensor]:
-    from .device import rotary_bwd
-
-    return rotary_bwd(*args)
-
-
-def _bwd_fake(
-    cos: Tensor, sin: Tensor, dq: Tensor | None, dk: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    one, two = (cos.new_empty(0) if d is None else d.new_empty(d.shape) for d in (dq, dk))
-    return one, two
+def _grads(cos: Tensor, sin: Tensor, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor, ...]:
+    """Allocates the gradients of q and k, empty where none comes in."""
+    return tuple(cos.new_empty(0) if d is None else like(d) for d in (dq, dk))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -90,27 +49,22 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
-    if dq is None and dk is None:
-        return (None,) * 4
-    one, two = _rotary_bwd(*ctx.saved_tensors, dq, dk)
-    return None if dq is None else one, None if dk is None else two, None, None
+    one, two = rotary_bwd(*ctx.saved_tensors, dq, dk)
+    return None if dq is None else one, None if dk is None else two
 
 
-_rotary_bwd = Op(
+rotary_bwd = Op(
     "rotary_bwd(Tensor cos, Tensor sin, Tensor? dq, Tensor? dk) -> (Tensor, Tensor)",
-    _bwd,
-    _bwd_fake,
+    filled(_grads, f"{__package__}.device:rotary_bwd"),
+    _grads,
 )
-_rotary_fwd = Op(
+rotary_fwd = Op(
     "rotary_fwd(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
-    _fwd,
-    lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    filled(_outputs, f"{__package__}.device:rotary_fwd"),
+    _outputs,
     setup_context=_setup_context,
     backward=_backward,
 )
-
-
-# --- public ---------------------------------------------------------------------------------------
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +86,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     _check(q, k, cos, sin)
     if not runs_kernels(q.device):
         return rotary_plain(q, k, cos, sin)
-    return _rotary_fwd(q, k, cos, sin)
+    return rotary_fwd(q, k, cos, sin)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

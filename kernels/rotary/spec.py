@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..proof.compile import Variant
-from ..spec import Make, Problem, Spec, Work, work
-from .op import rotary, rotary_plain, rotary_ref
+from ..spec import Changes, Make, Problem, Spec, Work, meta, work
+from .cpu import rotary_plain
+from .op import rotary, rotary_bwd, rotary_fwd, rotary_ref
 
 KERNEL = "_rotary_kernel"
 
@@ -51,11 +52,8 @@ def variants(arch: int) -> Iterator[Variant]:
 
 def variant(H: int, K: int, D: int, dtype: torch.dtype, *, conjugate: bool = False) -> Variant:
     def run() -> None:
-        from .device import rotary_bwd, rotary_fwd
-
-        qkv = torch.empty(4, 1024, H + 2 * K, D, dtype=dtype, device="meta")
-        q, k, _ = qkv.split((H, K, K), dim=2)
-        cos = torch.empty(1024, D // 2, device="meta")
+        q, k, _ = meta(4, 1024, H + 2 * K, D, dtype=dtype).split((H, K, K), dim=2)
+        cos = meta(1024, D // 2)
         rotary_bwd(cos, cos, q, k) if conjugate else rotary_fwd(q, k, cos, cos)
 
     label = f"H={H} K={K} D={D} {str(dtype).removeprefix('torch.')}"
@@ -94,11 +92,13 @@ ROTARY = Spec(
         },
         "cpu": {"gpt2-124m": {"B": 1, "T": 1024, "H": 12, "D": 64}},
     },
-    growing=(
-        *({"B": B, "T": T} for B, T in ((2, 5), (3, 7), (4, 8), (5, 9))),
-        *({"B": B, "T": T} for B, T in ((1, 1), (3, 16), (2, 1001))),
+    changes=Changes(
+        growing=tuple(
+            {"B": B, "T": T}
+            for B, T in ((2, 5), (3, 7), (4, 8), (5, 9), (1, 1), (3, 16), (2, 1001))
+        ),
+        empty=({"B": 0}, {"T": 0}),
+        far=(shape(3, 1, 1, 1, 16), shape(1, 3, 1, 1, 16), shape(1, 1, 3, 3, 16)),
     ),
-    empty=({"B": 0}, {"T": 0}),
-    far=(shape(3, 1, 1, 1, 16), shape(1, 3, 1, 1, 16), shape(1, 1, 3, 3, 16)),
 )
 SPECS = (ROTARY,)

@@ -121,6 +121,12 @@ def test_ours_of_every_op_are_right(case):
     assert Checker(case, "cpu").complaints(case.implementations()["ours"]("cpu"))[0] == []
 
 
+def test_what_is_checked_of_several_sequences_has_its_own_documents():
+    shape = {"B": 3, "T": 64, "H": 2, "D": 16, "docs": 20}
+    case = Case(SPECS["attention"], "documents", shape, "fp32", {})
+    assert Checker(case, "cpu").complaints(case.spec.call(EAGER, shape, "cpu"))[0] == []
+
+
 @pytest.mark.parametrize("which", ["fwd", "bwd", "both"])
 def test_what_is_written_over_is_restored_and_the_gradient_above_a_loss_is_1(which):
     (case,) = cases("cpu", ("cross_entropy",), ("tiny",))

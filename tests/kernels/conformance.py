@@ -70,12 +70,14 @@ def careful(spec: Spec) -> Spec:
             tensors = tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
         return spec.op(*tensors, **options)
 
-    return replace(spec, op=op) if spec.overwritten else spec
+    overwrites = any("inplace_grad" in problem for problem in spec.problems.values())
+    return replace(spec, op=op) if overwrites else spec
 
 
 def apart(spec: Spec, *tensors: Tensor, **options: Any) -> Any:
     """Calls the op as torch.compile does: nothing is overwritten, gradients are rounded once."""
-    return spec.op(*tensors, **{**options, **({"inplace_grad": False} if spec.overwritten else {})})
+    options |= {"inplace_grad": False} if "inplace_grad" in options else {}
+    return spec.op(*tensors, **options)
 
 
 def assert_same(got: list[Tensor], want: list[Tensor], tolerance: float = 0) -> None:
@@ -183,8 +185,7 @@ def strides_of_gradients_do_not_matter(spec: Spec, problem: Problem, device: str
 
 
 def offsets_may_pass_32_bits(spec: Spec, problem: Problem, device: str) -> None:
-    assert spec.far
-    for change in spec.far:
+    for change in spec.changes.far:
         op = spec.call(spec.op, {**problem, **change}, device)
         near = plain(make_inputs(spec, {**problem, **change}, device, torch.float16))
         upstream = [awkward(*y.shape).to(y) for y in several(op(*near))]
@@ -194,8 +195,7 @@ def offsets_may_pass_32_bits(spec: Spec, problem: Problem, device: str) -> None:
 
 def no_rows(spec: Spec, problem: Problem, device: str) -> None:
     """Checks that empty inputs give empty outputs, gradients of 0, and no launch."""
-    assert spec.empty
-    for change in spec.empty:
+    for change in spec.changes.empty:
         inputs = make_inputs(spec, {**problem, **change}, device)
         op, ref = (spec.call(f, {**problem, **change}, device) for f in (spec.op, spec.ref))
         with launches(), guarded():
@@ -325,11 +325,11 @@ def compiles_once(spec: Spec, problem: Problem, device: str) -> None:
         return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
 
     # a graph takes 1 to 5 s of tracing: that Dynamo learns which sizes change is tried once
-    first = problem == next(iter(spec.problems.values()))
+    first = problem == spec.first
     torch.compiler.reset()
     dynamic = None if first else True
     compiled = torch.compile(spec.op, fullgraph=True, dynamic=dynamic, backend=backend)
-    for change in spec.growing[: 4 if first else 2]:
+    for change in spec.changes.growing[: 4 if first else 2]:
         inputs = list(make_inputs(spec, {**problem, **change}, device).values())
         options = spec.options({**problem, **change}, device)
         with launches(*spec.launches(problem)):
@@ -425,7 +425,3 @@ def checks(spec: Spec) -> tuple[Check, ...]:
     """Returns the checks that an op must pass at each of its structural problems."""
     every = ANYWHERE + (OF_GRADIENTS if spec.differentiable else ())
     return tuple(check for check in every if check.__name__ not in spec.exempt)
-
-
-def structural(spec: Spec) -> list[str]:
-    return list(spec.structural or list(spec.problems)[:1])

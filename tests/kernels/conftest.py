@@ -49,13 +49,10 @@ AROUND_KERNELS = {
 
 def is_of(specs: Mapping[str, Any], item: pytest.Item) -> bool:
     """Returns True for the conformance tests of these ops, each check on one problem alone."""
-    from tests.kernels import conformance  # not at the top, as below
 
     params = parameters(item)
     spec = specs.get(params.get("name", ""))
-    return spec is not None and (
-        "check" not in params or params["label"] == conformance.structural(spec)[0]
-    )
+    return spec is not None and ("check" not in params or params["label"] == spec.structural[0])
 
 
 def parameters(item: pytest.Item) -> dict[str, Any]:

@@ -20,8 +20,8 @@ def marks(spec, label, dtype):
 
     Interpreted, fp16 differs from fp32 in the casts, which the structural problems show.
     """
-    slow = INTERPRETING and dtype == "fp16" and label not in conformance.structural(spec)
-    brief = label in conformance.structural(spec) and dtype != "fp16"
+    slow = INTERPRETING and dtype == "fp16" and label not in spec.structural
+    brief = label in spec.structural and dtype != "fp16"
     quick = label == next(iter(spec.problems)) and dtype == "bf16"
     return [pytest.mark.brief] * brief + [pytest.mark.quick] * quick + [pytest.mark.slow] * slow
 
@@ -35,7 +35,7 @@ LONG = (
 
 def is_slow(spec, label, check):
     """Returns True for a long check of any but the first structural problem."""
-    return check in LONG and label != conformance.structural(spec)[0]
+    return check in LONG and label != spec.structural[0]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def is_slow(spec, label, check):
         for label in spec.problems
         for short, dtype in DTYPES.items()
         # bf16 differs from fp16 in the casts, which a few problems show; compiled, in the products
-        if short != "bf16" or not INTERPRETING or label in conformance.structural(spec)
+        if short != "bf16" or not INTERPRETING or label in spec.structural
     ],
 )
 def test_parity(name, label, dtype, device):
@@ -63,7 +63,7 @@ def test_parity(name, label, dtype, device):
             marks=[pytest.mark.slow] * is_slow(spec, label, check),
         )
         for name, spec in PROVED.items()
-        for label in conformance.structural(spec)
+        for label in spec.structural
         for check in conformance.checks(spec)
     ],
 )  # fmt: skip

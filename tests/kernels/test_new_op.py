@@ -108,9 +108,6 @@ DOUBLE = Spec(
     work=bytes_moved,
     problems={"typical": {"M": (3, 5), "N": 24}, "masked": {"M": 7, "N": 123}},
     sizes={"cuda": {"gpt2": {"M": 16384, "N": 768}}, "cpu": {"gpt2": {"M": 1024, "N": 768}}},
-    growing=({"M": (2, 5)}, {"M": (3, 5)}, {"M": (4, 7)}, {"M": (5, 9)}),
-    empty=({"M": 0}, {"M": (3, 0)}),
-    far=({"M": 3},),
 )
 CHECKS = {check.__name__: check for check in (conformance.parity, *conformance.checks(DOUBLE))}
 

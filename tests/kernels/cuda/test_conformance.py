@@ -41,12 +41,12 @@ def step_of(name, problem, dtype=torch.bfloat16):
     inputs = [x.clone(memory_format=torch.contiguous_format) for x in made.values()]
     for x in inputs:
         x.requires_grad_(spec.differentiable and x.is_floating_point())
-    op = spec.call(spec.op, problem, "cuda")
+    op, over = spec.call(spec.op, problem, "cuda"), problem.get("inplace_grad")
     upstream = []
 
     def step():
         # an op may write over an input, which must not be a leaf
-        outputs = several(op(*(x * 1 if spec.overwritten else x for x in inputs)))
+        outputs = several(op(*(x * 1 if over else x for x in inputs)))
         if not spec.differentiable:
             return outputs
         if not upstream:
@@ -103,7 +103,7 @@ def test_kernels_run_on_the_current_stream(name):
 @every_op
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_kernels_run_on_the_device_of_their_tensors(name):
-    spec, problem = SPECS[name], SPECS[name].problems[next(iter(SPECS[name].problems))]
+    spec, problem = SPECS[name], SPECS[name].first
     inputs = [x.detach().to("cuda:1") for x in step_of(name, problem)[0]]
     op = spec.call(spec.op, problem, "cuda:1")
     got = run(spec, op, inputs)
@@ -116,7 +116,7 @@ def test_compiled_by_inductor_it_is_the_same(name):
     spec = careful(SPECS[name])
     for problem in small(name):
         torch.compiler.reset()
-        for change in spec.growing:
+        for change in spec.changes.growing:
             grown = {**problem, **change}
             inputs, _ = step_of(name, grown)
             with launches(*spec.launches(grown)):

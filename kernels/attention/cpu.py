@@ -9,6 +9,8 @@ Shapes
     inside: (B*H, Tq or T, D); weights of one block: (B*H, rows, keys)
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,36 +19,22 @@ from ..dropout.op import dropout_keep
 from .plain import attention_mask
 
 
-def _blocks(Tq: int, T: int, window: int | None) -> list[tuple[int, int, int]]:
-    """Returns (first key, first query, end) of each block of 64 rows (128 for long T: measured).
-
-    All are positions among the T keys.
-    """
-    rows = 64 if T <= 512 else 128
-    starts = range(T - Tq, T, rows)
-    return [
-        (0 if window is None else max(0, start - window + 1), start, min(start + rows, T))
-        for start in starts
-    ]
-
-
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        dropout_p: float,
-        doc_ids: Tensor | None,
-    ) -> Tensor:
-        B, Tq, H, D = q.shape
-        before = k.shape[1] - Tq
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None,
+        dropout_p: float, doc_ids: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        (B, Tq, H, D), T = q.shape, k.shape[1]
+        before, size = T - Tq, 64 if T <= 512 else 128  # measured
+        # (first key, first query, end), positions among the T keys
+        ctx.blocks = [
+            (0 if window is None else max(0, start - window + 1), start, min(start + size, T))
+            for start in range(before, T, size)
+        ]
         q, k, v = (x.transpose(1, 2).reshape(B * H, -1, D) for x in (q, k, v))
         out = torch.empty_like(q)
-        ctx.blocks, ctx.scale, ctx.keep_scale = _blocks(Tq, k.shape[1], window), scale, 1.0
+        ctx.scale, ctx.keep_scale = scale, 1.0
         weights, keeps = [], []
         for low, start, end in ctx.blocks:
             documents = None if doc_ids is None else doc_ids[:, low:end]
@@ -72,7 +60,7 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dout: Tensor):
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *saved = ctx.saved_tensors
         weights, keeps = saved[: len(ctx.blocks)], saved[len(ctx.blocks) :]
         B, Tq, H, D = dout.shape
