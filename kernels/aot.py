@@ -30,7 +30,6 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from pathlib import Path
 
 from .proof.compile import CompileResult, Config, compile_all, fingerprint
@@ -121,9 +120,7 @@ def compare_with(commit: str, configs: Sequence[Config], args: argparse.Namespac
     new, touched = what_differs(old["fingerprints"], configs, specs_of(args.op or ()))
     log = git("log", "--format=%(trailers:key=Kernel-cost,valueonly)", f"{commit}..HEAD").decode()
     accepted = [line.strip() for line in log.splitlines() if line.strip()]
-    found = compare(
-        old, report(new, touched, [90], problems=attrgetter("structural"), jobs=args.jobs)
-    )
+    found = compare(old, report(new, touched, [90], jobs=args.jobs))
     worse = show(found, accepted)
     print(f"{len(new)} of {len(configs)} variants differ from {commit}, {worse} findings are worse")
     return worse

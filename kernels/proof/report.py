@@ -124,7 +124,7 @@ def report(
     archs: Sequence[int],
     *,
     dtypes: Sequence[str] = tuple(DTYPES),
-    problems: Callable[[Spec], Iterable[str]],
+    problems: Callable[[Spec], Iterable[str]] = attrgetter("structural"),
     jobs: int | None = None,
 ) -> Report:
     """Compiles configurations, and executes of each op the problems with some labels."""
@@ -189,10 +189,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.brief:
         configs = list({(c.kernel, c.arch): c for c in reversed(configs)}.values())[::-1]
     most = 1 if args.brief else args.problems
-    problems = attrgetter("structural") if args.known else lambda spec: [*spec.problems][:most]
-    dtypes = ["bf16"] if args.brief else [*DTYPES]
-    executed_for = [90] if args.known else archs
-    found = report(configs, specs, executed_for, dtypes=dtypes, problems=problems, jobs=args.jobs)
+    if args.known:
+        found = report(configs, specs, [90], jobs=args.jobs)
+    else:
+        dtypes, labels = ["bf16"] if args.brief else [*DTYPES], lambda spec: [*spec.problems][:most]
+        found = report(configs, specs, archs, dtypes=dtypes, problems=labels, jobs=args.jobs)
     text = json.dumps({**found, "fingerprints": prints}, indent=1, sort_keys=True)
     args.out.write_text(text + "\n", encoding="utf-8")
     return 0

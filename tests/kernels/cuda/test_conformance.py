@@ -13,7 +13,7 @@ import torch
 from bench.measure import Checker
 from bench.ops import cases
 from fastgpt.kernels.specs import SPECS
-from tests.kernels.conformance import apart, careful, run, structural
+from tests.kernels.conformance import apart, careful, run
 from tests.kernels.cuda.proof import (
     assert_nothing_waits,
     assert_on_the_current_stream,
@@ -59,7 +59,7 @@ def step_of(name, problem, dtype=torch.bfloat16):
 
 def small(name):
     """Returns problems that reach each branch of an op."""
-    return [SPECS[name].problems[label] for label in structural(SPECS[name])]
+    return [SPECS[name].problems[label] for label in SPECS[name].structural]
 
 
 def typical(name):
