@@ -158,7 +158,7 @@ def variants(arch):
     for kernel in (_a_kernel, _b_kernel):
         for n in (64, 128):
             run = lambda kernel=kernel, n=n: launch(kernel, (1,), x, N=n, num_warps=1)
-            yield Variant(f"N={n}", run)
+            yield Variant(f"N={n}", run, {"_b_kernel": "UTC"})
 '''
 CHANGES = {
     "nothing": (SOURCE, []),
@@ -166,12 +166,13 @@ CHANGES = {
     "a_helper": (SOURCE.replace("x + BIAS", "x - BIAS"), ["_a_kernel N=128", "_a_kernel N=64"]),
     "a_global": (SOURCE.replace("r = 1", "r = 2"), ["_a_kernel N=128", "_a_kernel N=64"]),
     "a_setting": (
-        SOURCE.replace("num_warps=1", "num_warps=n // 64"), ["_a_kernel N=128", "_b_kernel N=128"]
+        SOURCE.replace("num_warps=1", "num_warps=n // 64"),
+        ["_a_kernel N=128", "_b_kernel N=128"],
     ),
     "a_label": (SOURCE.replace('f"N={n}"', 'f"{n} numbers"'), []),
     "a_variant": (SOURCE.replace("128)", "128, 256)"), ["_a_kernel N=256", "_b_kernel N=256"]),
-    "fences": (SOURCE, ["_a_kernel N=128", "_a_kernel N=64", "_b_kernel N=128", "_b_kernel N=64"]),
-}  # fmt: skip
+    "fences": (SOURCE, ["_b_kernel N=128", "_b_kernel N=64"]),
+}
 SELECT = """
 import importlib, json, sys
 from fastgpt.kernels import fences
@@ -183,6 +184,7 @@ sys.path.insert(0, folder)
 def configs(name):
     return configs_of([90], variants=[importlib.import_module(name).variants])
 
+fences.needs_fence = lambda arch: True
 known, found = [fingerprint(config) for config in configs("nothing")], {}
 for name in names:
     if name == "fences":
