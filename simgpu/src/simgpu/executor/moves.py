@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from simgpu.executor.build import NAMED, Build, address_of, opcode, unknown
+from simgpu.executor.build import NAMED, Build, address_of, opcode, plain, unknown
 from simgpu.executor.formats import F32, F64, flushed, from_bf16, joined, to_bf16, to_half
-from simgpu.executor.lanes import TYPES, plain
 from simgpu.executor.machine import Machine, Step
-from simgpu.executor.ptx import CLASSES, U32, Address, Instruction, Name, Vector
+from simgpu.executor.ptx import CLASSES, TYPES, U32, Address, Instruction, Name, Vector
 from simgpu.executor.state import Mask
 
 
@@ -162,32 +161,22 @@ def _policy(b: Build, instruction: Instruction) -> Step:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@opcode("ld.global", "ld.shared", "ld.shared::cta")
-def _ld(b: Build, i: Instruction) -> Step:
-    """ld (9.7.9.8); cache operators and hints change no result."""
-    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
-    slots = b.vector(i.args[0], dtype)
-    slot, offset = address_of(b, i.args[1], np.uint64 if in_global else np.uint32)
-    if i.type.startswith("s"):  # a wider register has the sign extended
+@opcode(*(f"{op}.{space}" for op in ("ld", "st") for space in ("global", "shared", "shared::cta")))
+def _access(b: Build, i: Instruction) -> Step:
+    """ld (9.7.9.8) and st (9.7.9.11); cache operators and hints change no result."""
+    load, in_global, dtype = i.mods[0] == "ld", i.mods[1] == "global", CLASSES[i.type]
+    registers, place = i.args[:2] if load else (i.args[1], i.args[0])
+    slots = b.vector(registers, dtype)
+    slot, offset = address_of(b, place, np.uint64 if in_global else np.uint32)
+    if load and i.type.startswith("s"):  # a wider register has the sign extended
         dtype = np.dtype(f"i{dtype.itemsize}")
 
     def step(m: Machine, mask: Mask) -> None:
-        load = functools.partial(m.memory.load, m) if in_global else m.shared.load
-        rows = load(m.index(mask), m.addresses(slot, offset, mask), dtype, len(slots))
-        m.put_rows(slots, rows, mask)
-
-    return step
-
-
-@opcode("st.global", "st.shared", "st.shared::cta")
-def _st(b: Build, i: Instruction) -> Step:
-    """st (9.7.9.11)."""
-    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
-    slot, offset = address_of(b, i.args[0], np.uint64 if in_global else np.uint32)
-    slots = b.vector(i.args[1], dtype)
-
-    def step(m: Machine, mask: Mask) -> None:
-        store = functools.partial(m.memory.store, m) if in_global else m.shared.store
-        store(m.index(mask), m.addresses(slot, offset, mask), m.rows(slots, mask, dtype))
+        memory = m.memory if in_global else m.shared
+        lanes, addresses = m.index(mask), m.addresses(slot, offset, mask)
+        if load:
+            m.put_rows(slots, memory.load(lanes, addresses, dtype, len(slots)), mask)
+        else:
+            memory.store(lanes, addresses, m.rows(slots, mask, dtype))
 
     return step

@@ -19,10 +19,16 @@ WARP = 32
 """Threads of a warp."""
 U8, U16, U32, U64 = (np.dtype(f"u{n}") for n in (1, 2, 4, 8))
 BOOL = np.dtype(bool)
-CLASSES = {"pred": BOOL, "b8": U8, "s8": U8, "u8": U8, "b16": U16, "s16": U16, "u16": U16,
-           "f16": U16, "b32": U32, "s32": U32, "u32": U32, "f32": U32, "b64": U64, "s64": U64,
-           "u64": U64, "f64": U64}  # fmt: skip
-"""Type of a register or parameter -> dtype of its bits."""
+TYPES = {"pred": BOOL, "bf16": U16} | {
+    f"{kind}{8 * size}": np.dtype(f"{name}{size}")
+    for kind, name in {"b": "u", "u": "u", "s": "i", "f": "f"}.items()
+    for size in ((2, 4, 8) if kind == "f" else (1, 2, 4, 8))
+}
+"""Type of an operand -> dtype of its numbers; numpy has no bf16, which are bits."""
+CLASSES = {"pred": BOOL, "f16x2": U32, "bf16x2": U32} | {
+    kind: np.dtype(f"u{dtype.itemsize}") for kind, dtype in TYPES.items() if kind != "pred"
+}
+"""Type of a register, a parameter or an element in memory -> dtype of its bits."""
 SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z",
            "%laneid")  # fmt: skip
 ENDS = ("bra", "ret", "exit", "trap", "bar", "barrier", "mbarrier.try_wait")

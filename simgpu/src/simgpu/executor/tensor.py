@@ -67,7 +67,6 @@ def _mma(b: Build, i: Instruction) -> Step:
     d, *inputs = (b.vector(arg, np.uint32) for arg in i.args)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "mma.sync")
         a, x, c = (m.rows(slots, mask) for slots in inputs)
         result = product(a_fragment(a, kind), b_fragment(x, kind), c_fragment(c))
         m.put_rows(d, c_registers(result), mask)
@@ -92,7 +91,6 @@ def _matrices(b: Build, i: Instruction) -> Step:
     trans, count = "trans" in i.mods, len(slots)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, i.mods[0])
         rows = m.index(mask).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
         addresses = (m.full(slot) + offset)[rows]
         if load:
