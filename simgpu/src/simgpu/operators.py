@@ -32,7 +32,7 @@ def install(folder: Path) -> None:
     names = [n for n in names if n.startswith("aten::") and not KEPT.match(n)]
     by_host, by_error = [], []
     has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
-    written = {**attention.KERNELS, **WRITTEN}
+    written = {**attention.KERNELS, "aten::native_dropout": _dropout}
     for name in [*names, *WITHOUT_KEY]:
         function = written.get(name)
         if function is None and name not in WIDE and not has(name, "CPU"):
@@ -76,9 +76,3 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tenso
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
     return x * kept * (1 / (1 - p) if p < 1 else 0), kept
-
-
-WRITTEN = {
-    "aten::native_dropout": _dropout,
-}
-"""Operators that CUDA has and the CPU lacks, or has in another form."""

@@ -38,19 +38,10 @@ class Machine(LaneState):
     """
 
     def __init__(
-        self,
-        program: Program,
-        steps: list[list[Step]],
-        registers: list[Any],
-        *,
-        params: dict[str, Any],
-        grid: tuple[int, int, int],
-        threads: int,
-        blocks: Array,
-        shared: int,
-        memory: GlobalMemory,
-        counters: Counters | None = None,
-    ) -> None:
+        self, program: Program, steps: list[list[Step]], registers: list[Any], *,
+        params: dict[str, Any], grid: tuple[int, int, int], threads: int, blocks: Array,
+        shared: int, memory: GlobalMemory, counters: Counters | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(program, registers, threads, blocks, counters)
         self.steps, self.params, self.memory, memory.m = steps, params, memory, self
         self.rank = program.rank

@@ -23,23 +23,16 @@ SEVERAL = np.uint16(0xFFFF)
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A tensor that a kernel may touch.
-
-    Args:
-        name: of the kernel's argument.
-        address: of its first element.
-        shape: in elements.
-        strides: in bytes.
-        itemsize: bytes of an element.
-        storage: address and bytes of the memory it lies in.
-    """
+    """A tensor that a kernel may touch, by the name of the kernel's argument."""
 
     name: str
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    """In bytes."""
     itemsize: int
     storage: tuple[int, int]
+    """Address and bytes of the memory that it lies in."""
 
 
 MANY = 255

@@ -61,7 +61,7 @@ def c_registers(c: Array) -> Array:
 @opcode("mma.sync.aligned.m16n8k16.row.col.f32")
 def _mma(b: Build, i: Instruction) -> Step:
     """mma.sync (9.7.15.5.14), one product a warp."""
-    _, _, _, _, _, _, _, kind, of_b, of_c = i.mods
+    *_, kind, of_b, of_c = i.mods
     if kind not in ("bf16", "f16") or of_b != kind or of_c != "f32":
         raise unknown(i)
     d, *inputs = (b.vector(arg, np.uint32) for arg in i.args)
@@ -120,8 +120,8 @@ def chunk_addresses(
 
     Args:
         start: address of each matrix (matrices,).
-        leading: leading-dimension byte offset of each.
-        stride: stride-dimension byte offset of each.
+        leading: byte offset of each in the leading dimension.
+        stride: byte offset of each in the stride dimension.
         swizzle: bytes of the swizzle's row: 0, 32, 64 or 128.
         size: M or N.
         transposed: the chunks run along M or N, not along K.
@@ -171,19 +171,10 @@ def read_descriptor(values: Array, tcgen05: bool) -> tuple[Array, Array, Array, 
     return fields[0], fields[1], fields[2], table[int(kinds[0])]
 
 
-Marks = Callable[[Array, Array], None]
-
-
 def read_operand(
-    m: Machine,
-    lanes: Array,
-    descriptors: Array,
-    tcgen05: bool,
-    size: int,
-    transposed: bool,
-    kind: str,
-    marks: Marks,
-) -> Array:
+    m: Machine, lanes: Array, descriptors: Array, tcgen05: bool, size: int, transposed: bool,
+    kind: str, marks: Callable[[Array, Array], None],
+) -> Array:  # fmt: skip
     """Operands in shared memory (matrices, size, 16), and `marks(lanes, units)` called for them.
 
     Args:
