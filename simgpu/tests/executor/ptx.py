@@ -66,13 +66,16 @@ def apply(operation: str, result: Any, *operands: np.ndarray) -> np.ndarray:
     """The results of one instruction on arrays, an element a thread.
 
     Args:
-        operation: such as "add.f32 {}, {}, {};", registers to be filled in, the result first.
+        operation: such as "add.f32", or with registers to be filled in, the result first:
+            "add.f32 {}, {}, {};".
         result: dtype of the result.
         operands: of one size, bit patterns or numbers.
     """
     n = len(operands[0])
     threads = -(-n // 32) * 32
     arrays = [aligned(threads, result), *(aligned(threads, x.dtype) for x in operands)]
+    if "{" not in operation:
+        operation = f"{operation} {', '.join(['{}'] * len(arrays))};"
     for to, x in zip(arrays[1:], operands):
         to[:n] = x
     body, names = [], [_register(x.dtype, k) for k, x in enumerate(arrays)]

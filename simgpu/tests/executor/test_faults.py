@@ -240,7 +240,6 @@ def test_sound_code_runs(name):
         ("prmt.b32.f4e %r10, %r0, %r0, %r0;", "does not know: prmt.b32.f4e"),
         ("mov.u32 %r10, %clock;", "special register %clock"),
         ("bar.sync 1, 64;", "does not know: bar.sync 1, 64"),
-        ("atom.global.inc.u32 %r10, [%rd0], 1;", r"kernel: .* form of atomics: atom\.global\.inc"),
     ],
 )
 def test_what_it_does_not_know_is_named(body, said):
