@@ -43,7 +43,7 @@ SIZES = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_
 launched: Counter[str] = Counter()
 """How often each kernel was launched in this process."""
 _names: dict[bytes, bytes] = {}
-"""Names of kernels, whose memory the stand-ins keep."""
+"""Names of kernels: the stand-ins keep pointers to them."""
 _one_at_a_time = threading.RLock()
 _cuda: Any = None
 _callbacks: list[Any] = []
@@ -153,7 +153,7 @@ def _execute(
 
 
 def _ranges(segment: Any, marks: Any, unit: int, access: int) -> Iterator[tuple[int, int, int]]:
-    """The bytes of a storage whose units are marked, as ranges (first byte, bytes, access)."""
+    """The marked units of a storage, as ranges (first byte, bytes, access)."""
     touched = np.flatnonzero(marks)
     if not len(touched):
         return

@@ -16,13 +16,13 @@ KEPT = re.compile(
     r"unfold|set_|resize_|_local_scalar_dense|record_stream|is_pinned|_pin_memory|is_set_to|"
     r"_fused_sdp_choice|_efficientzerotensor|lift\w*)(\.\w+)?$"
 )
-"""Operators whose CUDA kernels only make, view or describe memory: they run as they are."""
+"""Operators that only make, view or describe memory: their CUDA kernels run as they are."""
 WITHOUT_KEY = ["aten::ldexp.Tensor", "aten::ldexp.out", "aten::ldexp_"]
-"""Operators whose CUDA kernels hang on no key of the dispatcher, and would be launched."""
+"""Operators with CUDA kernels that no key of the dispatcher leads to."""
 WIDE = [
     f"aten::{name}.dtype{out}" for name in ("mm", "bmm", "addmm", "baddbmm") for out in ("", "_out")
 ]
-"""Products whose result has another type than their factors; the CPU has none such."""
+"""Products with a result of another dtype than the factors; the CPU has none."""
 _library = torch.library.Library("aten", "IMPL")
 
 

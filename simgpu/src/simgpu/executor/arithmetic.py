@@ -97,7 +97,7 @@ for _mode in ("rm", "rp", "rz"):  # rounded down, up, towards zero
         f"sub.{_mode}": lambda a, b, mode=_mode: fma(b, np.float32(-1), a, mode),
     }
 IN_F32 = ("fma", "ex2", "lg2", "rcp", "rsqrt", "tanh")
-"""Operations whose result is that of float32."""
+"""Operations in float32 alone."""
 HALVES = ("f16", "bf16", "f16x2", "bf16x2")
 ROUNDINGS = ("rn", "approx", "full", "ftz")
 """Modifiers after which a result is the correctly rounded one; "ftz" also flushes subnormals."""

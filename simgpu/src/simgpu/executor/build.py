@@ -46,7 +46,7 @@ class Build:
         self.here = 0
         """Number of the basic block that is being built."""
         self.parted: dict[int, tuple[int, list[int]]] = {}
-        """Basic block whose branch is followed -> where the ways meet, what is written between."""
+        """Basic block with a followed branch -> where the ways meet, what is written between."""
         for number, block in enumerate(program.blocks if follow else ()):
             if block and block[-1].op.startswith("bra") and block[-1].guard is not None:
                 found = skipped(program, number)

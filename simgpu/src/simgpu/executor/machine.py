@@ -60,16 +60,14 @@ class Machine(LaneState):
         """Basic block -> lanes that are about to run it."""
 
     def _special(self, grid: tuple[int, int, int]) -> None:
-        x, y, _ = grid
+        x, y, z = grid
         values = {
-            "%tid.x": self.tid, "%laneid": self.tid % WARP,
-            "%ctaid.x": self.cta % x, "%ctaid.y": self.cta // x % y,
-            "%ctaid.z": self.cta // (x * y),
+            "%tid.x": self.tid, "%laneid": self.tid % WARP, "%ctaid.x": self.cta % x,
+            "%ctaid.y": self.cta // x % y, "%ctaid.z": self.cta // (x * y),
+            "%nctaid.x": x, "%nctaid.y": y, "%nctaid.z": z,
         }  # fmt: skip
         for name, value in values.items():
-            self.R[self.program.slots[name]] = value.astype(np.uint32)
-        for axis, size in zip("xyz", grid):
-            self.R[self.program.slots[f"%nctaid.{axis}"]] = np.uint32(size)
+            self.R[self.program.slots[name]] = np.uint32(value)
 
     # --- control flow -----------------------------------------------------------------------------
 
@@ -112,7 +110,7 @@ class Machine(LaneState):
             raise FaultError(f"{self.program.name}: {left}")
 
     def _next(self) -> int:
-        """The first basic block of those whose lanes do not all poll in vain."""
+        """The first basic block with a lane that does not poll in vain."""
         if not self.spinning.any():
             return min(self.fronts, key=self.rank.__getitem__)
         able = [n for n, lanes in self.fronts.items() if not self.spinning[self.index(lanes)].all()]

@@ -1,8 +1,8 @@
 """Global memory: the bytes of the tensors that a launch was given, and who touched them.
 
-Faults are an access outside of all tensors' elements, a misaligned one, and a race: of two thread
-blocks, or of two warps of one between two barriers, one writes what the other reads or writes. Of
-two warps, one of which reads, it is a fault if something depends on what that reads.
+Faults are an access outside of all tensors' elements, a misaligned one, and a race: one of two
+thread blocks, or of two warps between two barriers, writes what the other reads or writes. Where a
+warp reads what another writes, it is a fault if something depends on the read.
 Memory that is never touched is never committed, so tensors may be gigabytes apart.
 """
 
@@ -142,7 +142,7 @@ class _Access:
 
 
 def _mark(marks: Array, units: Array, mine: Array) -> None:
-    """Adds blocks' marks to those of units that may have several."""
+    """Marks units that several blocks may touch."""
     seen = marks[units]
     marks[units] = np.where((seen == 0) | (seen == mine), mine, SEVERAL)
     again = marks[units]
@@ -154,8 +154,8 @@ def _mark(marks: Array, units: Array, mine: Array) -> None:
 class GlobalMemory:
     """All memory of one launch.
 
-    A race of warps, one of which reads, is noted and no fault yet: it may have no use for what it
-    reads. To find out, `launch` goes `back` and runs the thread blocks again.
+    A race of a read with another warp's write is noted and not yet a fault: the value may have no
+    use. To find out, `launch` goes `back` and runs the thread blocks again.
     """
 
     def __init__(self, regions: Iterable[Region], unit: int) -> None:
@@ -171,7 +171,7 @@ class GlobalMemory:
         self.races = "noted"
         """Treatment of races: they are "noted", "followed" by marks in `torn`, or "refused"."""
         self.torn: Array | None = None
-        """Lanes whose load was in a race; None where nothing would follow it."""
+        """Lanes that loaded in a race; None where nothing would follow it."""
         self.old: list[tuple[Array, Array, Array]] = []
         """Elements that were written over: a storage as elements, their numbers, the old values."""
 
@@ -263,14 +263,14 @@ class GlobalMemory:
         return out
 
     def _kept(self, data: Array, index: Array) -> Array:
-        """Elements that are about to be written over, of which `back` is told."""
+        """Elements that are about to be written over; `back` restores them."""
         old = data[index]
         if self.m.warps > 1:
             self.old.append((data, index, old))
         return old
 
     def _race(self, clash: Array, writer: Array, what: str, at: _Access) -> None:
-        """Where `clash` is set, a warp reads and that of the mark `writer` writes."""
+        """Where `clash` is set, one warp reads and the warp marked in `writer` writes."""
         if self.races == "noted":
             if at.segment.raced is None:
                 at.segment.raced = np.zeros(len(at.segment.writer), np.int32)

@@ -26,15 +26,7 @@ def _mov(b: Build, instruction: Instruction) -> Step:
         return _pack(b, to, source, dtype)
     if isinstance(source, Name) and source.text not in ("global_smem", *b.named):
         raise unknown(instruction)
-    slot = b.slot(source, dtype)
-
-    def step(m: Machine, mask: Mask) -> None:
-        value = m.R[slot]
-        if value is None:
-            raise TypeError
-        m.put(to, value, mask)
-
-    return step
+    return plain(dtype, dtype, lambda x: x[()])(b, instruction)  # of None a TypeError
 
 
 def _pack(b: Build, to: int, source: Vector, dtype: np.dtype) -> Step:
@@ -102,7 +94,7 @@ def _conversion(
 
 @opcode("ld.param")
 def _ld_param(b: Build, instruction: Instruction) -> Step:
-    """A parameter, or the one whose address a register has: the compiler makes both of a choice."""
+    """A parameter by name or, where the compiler chooses between two, by address."""
     to, name = instruction.args
     if not isinstance(to, int):
         raise unknown(instruction)
@@ -132,10 +124,7 @@ def _ld_chosen(b: Build, to: int, operand: Address, kind: np.dtype) -> Step:
 @opcode("cvta.global", "cvta.to.global")
 def _cvta(b: Build, instruction: Instruction) -> Step:
     """cvta (9.7.9.20): a global address is its own generic address."""
-    to, source = instruction.args
-    assert isinstance(to, int)
-    slot = b.slot(source, np.uint64)
-    return lambda m, mask: m.put(to, m.full(slot), mask)
+    return plain(TYPES["u64"], TYPES["u64"], lambda x: x[()])(b, instruction)
 
 
 @opcode("st.param")

@@ -147,7 +147,7 @@ def chunk_addresses(
 
 
 def swizzled(address: Array, swizzle: int) -> Array:
-    """Addresses whose bits from 4 on are changed by those from 7 on: 3, 2 or 1 of them."""
+    """Addresses with bits 4, 5 and 6 (or fewer) changed by bits 7, 8 and 9."""
     if not swizzle:
         return address
     ones = swizzle // 16 - 1
@@ -178,7 +178,7 @@ def read_operand(
     """Operands in shared memory (matrices, size, 16), and `marks(lanes, units)` called for them.
 
     Args:
-        lanes: a lane for each matrix, that of the thread that asks for it.
+        lanes: for each matrix the thread that asks for it.
         descriptors: one for each matrix.
     """
     start, leading, stride, swizzle = read_descriptor(descriptors, tcgen05)
