@@ -109,21 +109,6 @@ print(host.sum().item())
     assert said.split() == ["0.0", "0.0", "4.0"]
 
 
-def test_pinned_memory_that_changes_under_a_copy_is_an_error(simulated):
-    said = simulated("""
-import torch
-host = torch.ones(4).pin_memory()
-x = host.to("cuda", non_blocking=True)
-host.zero_()
-try:
-    torch.cuda.synchronize()
-except RuntimeError as error:
-    print(str(error).splitlines()[0])
-""")
-    assert "simgpu: race: the pinned memory at" in said
-    assert "an illegal memory access was encountered" in said
-
-
 def test_a_call_fails_when_asked_to(simulated):
     text = """
 import torch

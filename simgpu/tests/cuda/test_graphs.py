@@ -135,7 +135,7 @@ attempt("freed", graph.replay)
 
 
 def test_graphs_of_torch_compile_train_as_eager_steps(simulated):
-    """With `reduce-overhead`, whose graphs share a pool, a step is two launches in the end."""
+    """Graphs of `reduce-overhead` share a pool; in the end a step is two launches."""
     simulated("""
 import copy, simgpu, torch, torch.nn.functional as F
 from simgpu.launches import launched

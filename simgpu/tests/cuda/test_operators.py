@@ -1,4 +1,4 @@
-"""Operators of PyTorch, whose results are those of the CPU."""
+"""Operators of PyTorch give the same results as on the CPU."""
 
 CASES = """
 import torch

@@ -1,4 +1,4 @@
-"""Programs of this project and others, whose losses are those of the CPU."""
+"""Training gives the same losses as on the CPU, and asks no more of the device than is said."""
 
 import json
 import time
@@ -20,11 +20,7 @@ long = pytest.mark.long
 
 @pytest.fixture
 def train(simulated, tmp_path: Path):
-    """Runs train.py and returns its losses in the order of the log.
-
-    They are that of the validation before the first step, those of steps 1 and 3, and that of the
-    validation at the end.
-    """
+    """Runs train.py and returns its losses: first validation, steps 1 and 3, last validation."""
 
     def run(*args: str, device: str = "cuda", flags: str = "", ranks: int = 1) -> list[float]:
         run.folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"

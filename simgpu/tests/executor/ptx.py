@@ -37,7 +37,7 @@ def region(name: str, x: np.ndarray) -> Region:
 def run(
     body: str, *arrays: np.ndarray, warps: int = 1, blocks: int = 1, shared: int = 0, **options: Any
 ) -> None:
-    """Runs a kernel whose parameters p0, p1, ... are the addresses of `arrays`."""
+    """Runs a kernel with the addresses of `arrays` as its parameters p0, p1, ...."""
     params = ", ".join(f".param .u64 p{i}" for i in range(len(arrays)))
     loads = "\n".join(f"    ld.param.b64 %rd{i}, [p{i}];" for i in range(len(arrays)))
     text = HEADER.format(params=params, body=f"{loads}\n{body}")

@@ -176,7 +176,7 @@ SOUND = {
         and.b32 %r22, %r0, 62; shl.b32 %r22, %r22, 2; and.b32 %r23, %r0, 1;
         add.s32 %r23, %r23, 0x3f800000; mov.b64 %rd24, {%r23, %r23};
         st.shared.b64 [%r22], %rd24; mov.b32 %r10, %r0;""",
-    "a loop whose middle stands before its begin": """
+    "a loop with its middle before its beginning": """
         mov.b32 %r10, 0; mov.b32 %r11, 0; setp.ge.u32 %p1, %r0, 16; bra.uni $L_begin;
         $L_even:
         add.u32 %r11, %r11, 2;

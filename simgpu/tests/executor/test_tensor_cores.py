@@ -20,7 +20,7 @@ KINDS = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def small(*shape):
-    """Numbers that 16 bits hold exactly, and whose products sum to what float32 holds exactly."""
+    """Numbers that 16 bits hold exactly; float32 holds the sums of their products exactly."""
     return GENERATOR.integers(-8, 8, shape).astype(np.float32)
 
 
@@ -34,7 +34,7 @@ def packed(low, high):
 
 
 def check_result(out, want):
-    """Each warp has 16 rows: thread t those of t / 4, and the columns 2 * (t % 4) and the next."""
+    """Thread t of a warp has rows t / 4 and t / 4 + 8 of 16, columns 2 * (t % 4) and the next."""
     for t in range(len(out)):
         for i in range(4):
             row = 16 * (t // 32) + t % 32 // 4 + 8 * (i // 2)
