@@ -110,7 +110,7 @@ def _run(
     """Runs thread blocks; again, if there was a race, to see whether anything depends on it."""
 
     def run(follow: bool = False, **given: Any) -> None:
-        build = built(ptx, follow)
+        build = built(ptx, follow=True) if follow else built(ptx)  # by the keys of its cache
         machine(build.program, build.blocks, build.registers(), **given).run()
 
     fault = None

@@ -53,14 +53,18 @@ def elements(offset: Array, unit: int, size: int) -> Array:
 class WarpMarks:
     """Marks of the warps that last read and wrote each unit of memory, and since which barrier.
 
-    A mark is `epoch << 8 | warp + 1`; the epoch counts a thread block's barriers.
+    A mark is `epoch << 8 | warp + 1`; the epoch counts a thread block's barriers. With `raced`,
+    marks of the warps that write in a race, it finds the reads in a race alone.
     """
 
-    def __init__(self, units: int) -> None:
+    def __init__(self, units: int, raced: Array | None = None) -> None:
         self.writer, self.reader = np.zeros(units, np.int32), np.zeros(units, np.int32)
+        self.raced = raced
 
     def read(self, mine: Array, units: Array) -> Array:
         """Marks units (..., lanes) as read; where another warp wrote since the last barrier."""
+        if self.raced is not None:
+            return _unordered(self.raced[units], mine)
         before = self.reader[units]
         self.reader[units] = mine
         several = (self.reader[units] != mine) | ((before >> 8 == mine >> 8) & (before != mine))
@@ -74,26 +78,14 @@ class WarpMarks:
 
     def clashes(self, mine: Array, units: Array) -> Array:
         """Where another warp read or wrote units since the last barrier."""
+        if self.raced is not None:
+            return np.zeros(units.shape, bool)
         return self.written(mine, units) | _unordered(self.reader[units], mine)
 
 
 def _unordered(marks: Array, mine: Array) -> Array:
     """Where marks are of the same epoch as `mine`, and of another warp."""
     return (marks >> 8 == mine >> 8) & (marks != mine)
-
-
-class RacedWarps(WarpMarks):
-    """Finds the reads that are in a race, given marks of the warps that write in one."""
-
-    def __init__(self, raced: Array) -> None:
-        super().__init__(len(raced))
-        self.raced = raced
-
-    def read(self, mine: Array, units: Array) -> Array:
-        return _unordered(self.raced[units], mine)
-
-    def clashes(self, mine: Array, units: Array) -> Array:
-        return np.zeros(units.shape, bool)
 
 
 class _Segment:
@@ -186,8 +178,7 @@ class GlobalMemory:
             data[index] = overwritten
         self.races = races
         for s in self.segments:
-            follow = races == "followed" and s.raced is not None
-            s.warps = RacedWarps(s.raced) if follow else WarpMarks(len(s.writer))
+            s.warps = WarpMarks(len(s.writer), s.raced if races == "followed" else None)
             s.raced = None
 
     def load(self, lanes: Array, addresses: Array, dtype: np.dtype, count: int) -> Array:

@@ -19,36 +19,28 @@ def _mov(b: Build, instruction: Instruction) -> Step:
     """A move, or packing and unpacking by braces (9.7.9.5)."""
     to, source = instruction.args
     dtype = TYPES["pred" if instruction.type == "pred" else f"b{instruction.type[1:]}"]
-    if isinstance(to, Vector):
-        return _unpack(b.vector(to, dtype), b.slot(source, dtype), dtype)
-    assert isinstance(to, int)
-    if isinstance(source, Vector):
-        return _pack(b, to, source, dtype)
+    if isinstance(to, Vector) or isinstance(source, Vector):
+        return _packed(b, to, source, dtype)
     if isinstance(source, Name) and source.text not in ("global_smem", *b.named):
         raise unknown(instruction)
     return plain(dtype, dtype, lambda x: x[()])(b, instruction)  # of None a TypeError
 
 
-def _pack(b: Build, to: int, source: Vector, dtype: np.dtype) -> Step:
-    part = np.dtype(f"u{dtype.itemsize // len(source.items)}")
-    slots = [b.slot(item, part) for item in source.items]
-    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
+def _packed(b: Build, to: Any, source: Any, dtype: np.dtype) -> Step:
+    """Packs several registers into one, the lowest first, or the reverse."""
+    packs = isinstance(source, Vector)
+    count = len((source if packs else to).items)
+    part, whole = np.dtype(f"u{dtype.itemsize // count}"), b.slot(to if packs else source, dtype)
+    slots = enumerate(b.vector(source if packs else to, part))
+    parts = [(x, dtype.type(8 * part.itemsize * i)) for i, x in slots if x is not None]
 
     def step(m: Machine, mask: Mask) -> None:
-        parts = (m.R[slot].astype(dtype) << shift for slot, shift in zip(slots, shifts))
-        m.put(to, functools.reduce(or_, parts), mask)
-
-    return step
-
-
-def _unpack(slots: list[int | None], source: int, dtype: np.dtype) -> Step:
-    part = np.dtype(f"u{dtype.itemsize // len(slots)}")
-    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
-
-    def step(m: Machine, mask: Mask) -> None:
-        for slot, shift in zip(slots, shifts):
-            if slot is not None:
-                m.put(slot, (m.R[source] >> shift).astype(part), mask)
+        if packs:
+            values = (m.R[slot].astype(dtype) << shift for slot, shift in parts)
+            m.put(whole, functools.reduce(or_, values), mask)
+            return
+        for slot, shift in parts:
+            m.put(slot, (m.R[whole] >> shift).astype(part), mask)
 
     return step
 
