@@ -116,15 +116,17 @@ def numbers(bits, dtype):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_fma_rounds_once(kind):
-    """Also float32 sums beside the middle between two floats, by less than float64 can tell."""
+    """Also sums beside the middle between two floats, by less than a wider float can tell."""
     dtype, mantissa, low = FORMATS[kind]
     generator = np.random.default_rng(0)
     a, b, c = generator.standard_normal((3, 4000))
     if kind == "f32":
         c *= 10.0 ** generator.integers(-12, 12, 4000)
-        a[:4] = [1 + 2**-12, 1 + 2**-12, 2**-75, 1 + 2**-23]
-        b[:4] = [2**-25 + 2**-37, -(2**-25) - 2**-37, 2**-74, 2**-24 + 2**-47]
-        c[:4] = [1, 1, 2**-126, 1]
+        a[:4] = [1 + 2**-12, -1 - 2**-12, 2**-75, 1 + 2**-23]
+        b[:4] = [2**-24 - 2**-36 + 2**-48, 2**-24 - 2**-36 + 2**-48, 2**-74, 2**-24 + 2**-47]
+        c[:4] = [1, 1 + 2**-22, 2**-126, 1]  # products of 2**-24 + 2**-60 and the like
+    else:
+        a[:2], b[:2], c[:2] = 1.5, 1 + 2.0 ** (1 - mantissa), (2**-24, -(2**-24))
     operands = [torch.from_numpy(x).to(dtype) for x in (a, b, c)]
     got = apply(f"fma.rn.{kind}", f"u{dtype.itemsize}", *map(bits, operands))
     every = [x.double().tolist() for x in (numbers(got, dtype), *operands)]

@@ -188,6 +188,7 @@ def test_what_wgmma_needs_around_it(missing, said):
         wgmma(**missing)
 
 
-def test_results_of_a_product_that_nobody_waited_for_are_nan():
-    out, _ = wgmma(after="")
+@pytest.mark.parametrize("after", ["", "wgmma.wait_group.sync.aligned 1;"])
+def test_results_of_a_product_that_nobody_waited_for_are_nan(after):
+    out, _ = wgmma(after=after)
     assert np.isnan(out).all()
