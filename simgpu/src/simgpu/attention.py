@@ -20,15 +20,11 @@ def _host(x: Any) -> Any:
     return x if x is None or not x.is_cuda else simgpu.host(x)
 
 
-def _factor(q: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-
-
 def _probabilities(
-    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns the softmax of the scores and their log-sum-exp, in fp32."""
-    scores = q.float() @ k.float().mT * _factor(q, scale)
+    scores = q.float() @ k.float().mT * scale
     if bias is not None:
         scores = scores + bias.float()
     if causal:
@@ -66,23 +62,10 @@ def _again_in_graphs(function: Callable[..., tuple[Tensor, ...]]) -> Any:
     return call
 
 
-def _forward(
-    q: Tensor, *args: Any, of_seed: tuple[int, ...] = (), dtype: torch.dtype = torch.int64
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the output, (B, H, T, D) in memory of (B, T, H, D), the log-sum-exp (B, H, T), and
-    seed and offset of dropout's random numbers.
-    """
-    seed, offset = (torch.empty(n, dtype=torch.int64, device=q.device) for n in (of_seed, ()))
-    if args[3]:
-        seed.random_(2**62)
-    seed, offset = seed.view(dtype), offset.view(dtype)
-    return *_attend(q, *args, seed), seed, offset
-
-
 @_again_in_graphs
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, causal: bool,
-    scale: float | None, seed: Tensor,
+    scale: float, seed: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     hq, hk, hv = (_host(x) for x in (q, k, v))
     if p:
@@ -99,14 +82,14 @@ def _attend(
 @_again_in_graphs
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
-    bias: Tensor | None, seed: Tensor, p: float, causal: bool, scale: float | None,
+    bias: Tensor | None, seed: Tensor, p: float, causal: bool, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dout, hq, hk, hv = (_host(x) for x in (dout, q, k, v))
     if p:
         weights, _ = _probabilities(hq, hk, _host(bias), causal, scale)
         dv = _dropout(weights, p, _host(seed)).mT @ dout.float()
         ds = weights * _dropout(dout.float() @ hv.float().mT, p, _host(seed))
-        ds = (ds - weights * ds.sum(-1, keepdim=True)) * _factor(q, scale)
+        ds = (ds - weights * ds.sum(-1, keepdim=True)) * scale
         grads = ds @ hk.float(), ds.mT @ hq.float(), dv
         grads = [torch.empty_like(x).copy_(dx) for x, dx in zip((hq, hk, hv), grads)]
     else:
@@ -117,54 +100,41 @@ def _backward(
     return tuple(simgpu.device(grad, q) for grad in grads)
 
 
-def flash(q, k, v, p=0.0, causal=False, debug=False, *, scale=None) -> Any:
-    """_scaled_dot_product_flash_attention."""
-    of = {"of_seed": (2,), "dtype": torch.uint64}
-    out, logsumexp, *numbers = _forward(q, k, v, None, p, causal, scale, **of)
-    mask = torch.empty(0, dtype=q.dtype, device=q.device)
-    return out, logsumexp, None, None, q.shape[2], k.shape[2], *numbers, mask
+def _kernel(kind: str, backward: str) -> Callable[..., tuple[Any, ...]]:
+    """One of the kernels; it takes its arguments by their names in aten's schema."""
+    schema = getattr(aten, f"_scaled_dot_product_{kind}_attention{backward}").default._schema
 
+    def call(*args: Any, **given: Any) -> tuple[Any, ...]:
+        a = {x.name.rstrip("_"): x.default_value for x in schema.arguments}
+        a |= dict(zip(a, args)) | given
+        qkv = q, k, _ = a["query"], a["key"], a["value"]
+        scale = 1 / math.sqrt(q.shape[-1]) if a["scale"] is None else a["scale"]
+        bias, how = a.get("attn_bias"), (a["dropout_p"], a["is_causal"], scale)
+        if backward:
+            if a.get("grad_input_mask", [False] * 4)[3]:
+                raise NotImplementedError(
+                    "simgpu: the gradient of attention's bias is not simulated"
+                )
+            lse = a["logsumexp"].squeeze(-1) if kind == "cudnn" else a["logsumexp"]
+            grads = _backward(a["grad_out"], *qkv, a["out"], lse, bias, a["philox_seed"], *how)
+            return (*grads, None) if kind == "efficient" else grads
+        of, dtype = ((2,), torch.uint64) if kind == "flash" else ((), torch.int64)
+        seed, offset = (torch.empty(n, dtype=torch.int64, device=q.device) for n in (of, ()))
+        if a["dropout_p"]:
+            seed.random_(2**62)
+        numbers = seed.view(dtype), offset.view(dtype)
+        out, lse = _attend(*qkv, bias, *how, numbers[0])
+        if kind == "efficient":
+            return out, lse, *numbers
+        mask = torch.empty(0, dtype=q.dtype, device=q.device)
+        lse = lse.unsqueeze(-1) if kind == "cudnn" else lse
+        return out, lse, None, None, q.shape[2], k.shape[2], *numbers, mask
 
-def flash_backward(
-    dout, q, k, v, out, lse, cq, ck, mq, mk, p, causal, seed, offset, *, scale=None
-) -> Any:
-    """_scaled_dot_product_flash_attention_backward."""
-    return _backward(dout, q, k, v, out, lse, None, seed, p, causal, scale)
-
-
-def efficient(q, k, v, bias, want_lse, p=0.0, causal=False, *, scale=None) -> Any:
-    """_scaled_dot_product_efficient_attention."""
-    return _forward(q, k, v, bias, p, causal, scale)
-
-
-def efficient_backward(
-    dout, q, k, v, bias, out, lse, seed, offset, p, needed, causal=False, *, scale=None
-) -> Any:
-    """_scaled_dot_product_efficient_attention_backward; a bias that wants a gradient is refused."""
-    if needed[3]:
-        raise NotImplementedError("simgpu: the gradient of attention's bias is not simulated")
-    return *_backward(dout, q, k, v, out, lse, bias, seed, p, causal, scale), None
-
-
-def cudnn(q, k, v, bias, want_lse, p=0.0, causal=False, debug=False, *, scale=None) -> Any:
-    """_scaled_dot_product_cudnn_attention."""
-    out, logsumexp, *numbers = _forward(q, k, v, bias, p, causal, scale)
-    mask = torch.empty(0, dtype=q.dtype, device=q.device)
-    return out, logsumexp.unsqueeze(-1), None, None, q.shape[2], k.shape[2], *numbers, mask
-
-
-def cudnn_backward(
-    dout, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk, p, causal, *, scale=None
-) -> Any:
-    """_scaled_dot_product_cudnn_attention_backward."""
-    return _backward(dout, q, k, v, out, lse.squeeze(-1), bias, seed, p, causal, scale)
+    return call
 
 
 KERNELS = {
-    "aten::_scaled_dot_product_flash_attention": flash,
-    "aten::_scaled_dot_product_flash_attention_backward": flash_backward,
-    "aten::_scaled_dot_product_efficient_attention": efficient,
-    "aten::_scaled_dot_product_efficient_attention_backward": efficient_backward,
-    "aten::_scaled_dot_product_cudnn_attention": cudnn,
-    "aten::_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
+    f"aten::_scaled_dot_product_{kind}_attention{backward}": _kernel(kind, backward)
+    for kind in ("flash", "efficient", "cudnn")
+    for backward in ("", "_backward")
 }

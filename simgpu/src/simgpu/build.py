@@ -18,15 +18,10 @@ from pathlib import Path
 
 NATIVE = Path(__file__).parent / "native"
 SOURCES = {
-    "libcuda": [
-        *("state.cpp", "memory.cpp", "stream.cpp", "order.cpp"),
-        *("trace.cpp", "graph.cpp", "driver.cpp"),
-    ],
-    "libcudart": ["runtime.cpp"],
-    "libcudnn": ["cudnn.cpp"],
-    "libcupti": ["cupti.cpp"],
-    "libnccl": ["nccl.cpp", "reduce.cpp"],
-}
+    "libcuda": "state memory stream order trace graph driver",
+    "libcudart": "runtime", "libcudnn": "cudnn", "libcupti": "cupti", "libnccl": "nccl reduce",
+}  # fmt: skip
+"""Library -> the names of its files in `native/`."""
 PREFIXES = {
     "cublasLt": "libcublasLt", "cublas": "libcublas", "cudnn": "libcudnn", "cuda": "libcudart",
     "cufft": "libcufft", "curand": "libcurand", "cusparseLt": "libcusparseLt",
@@ -194,7 +189,7 @@ def _library(
     versions = sorted({version for version in symbols.values() if version})
     script = folder / f"{base}.map"
     script.write_text("".join(f"{version} {{ global: *; }};\n" for version in versions))
-    sources = [NATIVE / name for name in SOURCES.get(base, [])]
+    sources = [NATIVE / f"{name}.cpp" for name in SOURCES.get(base, "").split()]
     numbers = [f"-DSIMGPU_{name.upper()}={_version(name)}" for name in ("nccl", "cudnn")]
     _make(
         folder / soname,

@@ -1,6 +1,7 @@
 """Launches of compiled Triton kernels: their PTX is executed, on the memory of the device."""
 
 import ctypes
+import functools
 import itertools
 import sys
 import threading
@@ -42,7 +43,7 @@ SIZES = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_
 launched: Counter[str] = Counter()
 """How often each kernel was launched in this process."""
 _names: dict[bytes, bytes] = {}
-"""Names of kernels, whose memory the stand-ins keep."""
+"""Names of kernels: the stand-ins keep pointers to them."""
 _one_at_a_time = threading.RLock()
 _cuda: Any = None
 _callbacks: list[Any] = []
@@ -64,7 +65,9 @@ def install() -> None:
     _cuda.simgpu_weigh.argtypes, _cuda.simgpu_weigh.restype = [Weight], None
     _cuda.simgpu_work.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int]
     run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Launch))(_launch)
-    again = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(_again)
+    again = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(
+        lambda number, stream: _kept[number](stream)
+    )
     _callbacks.extend((run, again))
     _cuda.simgpu_set_python(run, again)
 
@@ -83,10 +86,6 @@ def keep_if_captured(stream: int | None, name: str, work: Callable[[int | None],
         _cuda.simgpu_keep_python(stream, number)
 
 
-def _again(number: int, stream: int | None) -> int:
-    return _kept[number](stream)
-
-
 def _guarded(name: str, work: Callable[[int | None], int], stream: int | None) -> int:
     """Returns what `work` does; an error becomes the code of a failed launch, and is printed."""
     try:
@@ -101,9 +100,9 @@ def _guarded(name: str, work: Callable[[int | None], int], stream: int | None) -
 
 def _launch(pointer: Any) -> int:
     """Runs one launch."""
-    launch = pointer.contents
-    launched[launch.name.decode()] += 1
-    return _guarded(launch.name.decode(), lambda stream: _run(launch, stream), launch.stream)
+    launch, name = pointer.contents, pointer.contents.name.decode()
+    launched[name] += 1
+    return _guarded(name, lambda stream: _run(launch, stream), launch.stream)
 
 
 def _run(launch: Launch, stream: int | None) -> int:
@@ -116,12 +115,7 @@ def _run(launch: Launch, stream: int | None) -> int:
         for at, (_, dtype) in zip(launch.params[: len(params)], params, strict=True)
     ]
     name = _names.setdefault(launch.name, launch.name)
-
-    grid = list(launch.grid)
-
-    def work(stream: int | None) -> int:
-        return _execute(name, compiled, grid, given, stream)
-
+    work = functools.partial(_execute, name, compiled, list(launch.grid), given)
     code = work(stream)
     keep_if_captured(stream, name.decode(), work)
     return code
@@ -130,7 +124,7 @@ def _run(launch: Launch, stream: int | None) -> int:
 def _execute(
     name: bytes, compiled: Compiled, grid: list[int], given: list[int], stream: int | None
 ) -> int:
-    values, regions, moved = [], [], []
+    values, regions, starts = [], [], []
     for value, (param, dtype) in zip(given, built(compiled.ptx).program.params, strict=True):
         if dtype.itemsize == 8 and _cuda.simgpu_owner(value) >= 0:
             base, size = ctypes.c_size_t(), ctypes.c_size_t()
@@ -138,47 +132,34 @@ def _execute(
                 raise FaultError(f"{param} points to memory that was freed or never allocated")
             at = _cuda.simgpu_host(base.value)
             regions.append(Region(param, at, (size.value,), (1,), 1, (at, size.value)))
-            moved.append(base.value - at)
+            starts.append(base.value)
             value = _cuda.simgpu_host(value)
         values.append(value)
     with _one_at_a_time:
         memory = run_ptx(compiled, grid, values, regions=regions)
-    bases = {region.storage[0]: by for region, by in zip(regions, moved)}
-    used = [r for s in memory.segments for r in _used(s, memory.unit, bases[s.base])]
-    read, written = (
-        sum(_bytes(s, memory.unit, a) for s in memory.segments) for a in (READS, WRITES)
-    )
+    bases = {region.storage[0]: base for region, base in zip(regions, starts)}
+    used, read, written = [], 0, 0
+    for s in memory.segments:
+        atomic = np.uint16(0) if s.atomic is None else s.atomic  # which both reads and writes
+        writes = s.writer | atomic
+        read += int(np.count_nonzero(s.reader | atomic)) * memory.unit
+        written += int(np.count_nonzero(writes)) * memory.unit
+        for marks, access in ((s.reader, READS), (writes, WRITES)):
+            ranges = _ranges(s, marks, memory.unit, access)
+            used += [(bases[s.base] + at, size, kind) for at, size, kind in ranges]
     _cuda.simgpu_weigh(Weight(read, written, 0))
-    ranges = np.array(used, np.uint64)
-    return _cuda.simgpu_work(stream, name, ranges.ctypes.data, len(used))
+    told = np.array(used, np.uint64)
+    return _cuda.simgpu_work(stream, name, told.ctypes.data, len(used))
 
 
-def _marks(segment: Any, access: int) -> Any:
-    """Where the bytes of a storage are marked, in units, as read or as written."""
-    marks = [segment.reader] if access == READS else [segment.writer]
-    if access == WRITES and segment.atomic is not None:
-        marks.append(segment.atomic)
-    return np.bitwise_or.reduce(marks)
-
-
-def _bytes(segment: Any, unit: int, access: int) -> int:
-    """The bytes that a launch has read or written of a storage; an atomic access does both."""
-    marks = _marks(segment, access)
-    if access == READS and segment.atomic is not None:
-        marks = marks | segment.atomic
-    return int(np.count_nonzero(marks)) * unit
-
-
-def _used(segment: Any, unit: int, moved: int) -> Iterator[tuple[int, int, int]]:
-    """The bytes that a launch has read and written of a storage, as ranges of the device."""
-    for access in (READS, WRITES):
-        touched = np.flatnonzero(_marks(segment, access))
-        if not len(touched):
-            continue
-        holes = np.flatnonzero(np.diff(touched) > 1)
-        first, last = touched[[0, *(holes + 1)]], touched[[*holes, -1]] + 1
-        for begin, end in zip(first[:MOST_RANGES].tolist(), last[:MOST_RANGES].tolist()):
-            end = min(end * unit, segment.bytes)
-            yield segment.base + moved + begin * unit, end - begin * unit, access
-        if access == WRITES and len(first) > MOST_RANGES:
-            yield segment.base + moved, segment.bytes, COVERS
+def _ranges(segment: Any, marks: Any, unit: int, access: int) -> Iterator[tuple[int, int, int]]:
+    """The marked units of a storage, as ranges (first byte, bytes, access)."""
+    touched = np.flatnonzero(marks)
+    if not len(touched):
+        return
+    holes = np.flatnonzero(np.diff(touched) > 1)
+    first, last = touched[[0, *(holes + 1)]], touched[[*holes, -1]] + 1
+    for begin, end in zip(first[:MOST_RANGES].tolist(), last[:MOST_RANGES].tolist()):
+        yield begin * unit, min(end * unit, segment.bytes) - begin * unit, access
+    if access == WRITES and len(first) > MOST_RANGES:
+        yield 0, segment.bytes, COVERS

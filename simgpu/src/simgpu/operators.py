@@ -16,13 +16,13 @@ KEPT = re.compile(
     r"unfold|set_|resize_|_local_scalar_dense|record_stream|is_pinned|_pin_memory|is_set_to|"
     r"_fused_sdp_choice|_efficientzerotensor|lift\w*)(\.\w+)?$"
 )
-"""Operators whose CUDA kernels only make, view or describe memory: they run as they are."""
+"""Operators that only make, view or describe memory: their CUDA kernels run as they are."""
 WITHOUT_KEY = ["aten::ldexp.Tensor", "aten::ldexp.out", "aten::ldexp_"]
-"""Operators whose CUDA kernels hang on no key of the dispatcher, and would be launched."""
+"""Operators with CUDA kernels that no key of the dispatcher leads to."""
 WIDE = [
     f"aten::{name}.dtype{out}" for name in ("mm", "bmm", "addmm", "baddbmm") for out in ("", "_out")
 ]
-"""Products whose result has another type than their factors; the CPU has none such."""
+"""Products with a result of another dtype than the factors; the CPU has none."""
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -32,7 +32,7 @@ def install(folder: Path) -> None:
     names = [n for n in names if n.startswith("aten::") and not KEPT.match(n)]
     by_host, by_error = [], []
     has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
-    written = {**attention.KERNELS, **WRITTEN}
+    written = {**attention.KERNELS, "aten::native_dropout": _dropout}
     for name in [*names, *WITHOUT_KEY]:
         function = written.get(name)
         if function is None and name not in WIDE and not has(name, "CPU"):
@@ -76,9 +76,3 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tenso
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
     return x * kept * (1 / (1 - p) if p < 1 else 0), kept
-
-
-WRITTEN = {
-    "aten::native_dropout": _dropout,
-}
-"""Operators that CUDA has and the CPU lacks, or has in another form."""

@@ -42,15 +42,13 @@ def test_it():
 
 @pytest.mark.parametrize(("arch", "shared"), [(80, 163), (90, 227), (100, 227)])
 def test_a_device_is_what_was_asked_for(simulated, arch, shared):
-    said = simulated(
-        """
+    text = """
 import torch
 print(torch.cuda.device_count(), torch.cuda.get_device_capability(1))
 p = torch.cuda.get_device_properties(0)
 print(p.total_memory >> 20, p.shared_memory_per_block_optin >> 10)
-""",
-        flags=f"--arch {arch} --gpus 2 --memory 512MiB",
-    )
+"""
+    said = simulated(text, flags=f"--arch {arch} --gpus 2 --memory 512MiB")
     assert said.splitlines()[0] == f"2 ({arch // 10}, {arch % 10})"
     assert said.splitlines()[1] == f"512 {shared}"
 
@@ -66,8 +64,7 @@ for shown in ("", "1", "0,2", "5,0"):
 
 
 def test_memory_runs_out_and_comes_back(simulated):
-    said = simulated(
-        """
+    text = """
 import torch
 def fill():
     return torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
@@ -79,28 +76,24 @@ except torch.OutOfMemoryError as error:
 del a
 b = fill()
 print(torch.cuda.memory_allocated() >> 20)
-""",
-        flags="--memory 256MiB",
-    )
+"""
+    said = simulated(text, flags="--memory 256MiB")
     assert said.split("\n")[:2] == ["out of memory True", "200"]
 
 
 def test_fresh_memory_is_nan_and_the_host_cannot_touch_it(simulated):
-    said = simulated(
-        """
+    text = """
 import ctypes, torch
 x = torch.empty(100, device="cuda")
 print(x.isnan().all().item(), flush=True)
 ctypes.string_at(x.data_ptr(), 1)
-""",
-        status=-11,
-    )
+"""
+    said = simulated(text, status=-11)
     assert said.startswith("True")
 
 
 def test_a_copy_to_pinned_memory_arrives_when_it_is_waited_for(simulated):
-    said = simulated(
-        """
+    said = simulated("""
 import torch
 x, host = torch.ones(4, device="cuda"), torch.zeros(4).pin_memory()
 side = torch.cuda.Stream()
@@ -113,26 +106,8 @@ torch.cuda.current_stream().synchronize()
 print(host.sum().item(), end=" ")
 event.synchronize()
 print(host.sum().item())
-"""
-    )
+""")
     assert said.split() == ["0.0", "0.0", "4.0"]
-
-
-def test_pinned_memory_that_changes_under_a_copy_is_an_error(simulated):
-    said = simulated(
-        """
-import torch
-host = torch.ones(4).pin_memory()
-x = host.to("cuda", non_blocking=True)
-host.zero_()
-try:
-    torch.cuda.synchronize()
-except RuntimeError as error:
-    print(str(error).splitlines()[0])
-"""
-    )
-    assert "simgpu: race: the pinned memory at" in said
-    assert "an illegal memory access was encountered" in said
 
 
 def test_a_call_fails_when_asked_to(simulated):
@@ -152,8 +127,7 @@ for i in range(3):
 
 
 def test_what_is_not_simulated_says_its_name(simulated):
-    said = simulated(
-        """
+    said = simulated("""
 import ctypes, torch
 def attempt(f):
     try:
@@ -167,8 +141,7 @@ attempt(lambda: same(x))
 attempt(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]).start)
 runtime = ctypes.CDLL("libcudart.so." + torch.version.cuda[:2])
 runtime.cudaLaunchKernelExC(ctypes.create_string_buffer(99), None, None)
-"""
-    )
+""")
     assert "aten::_cudnn_init_dropout_state has neither a kernel for the CPU nor a decomp" in said
     assert "nvrtcVersion of libnvrtc is not simulated" in said
     assert "CUPTI, which profiles, is not simulated" in said
@@ -176,8 +149,7 @@ runtime.cudaLaunchKernelExC(ctypes.create_string_buffer(99), None, None)
 
 
 def test_counts_are_of_what_was_called(simulated):
-    said = simulated(
-        """
+    said = simulated("""
 import simgpu, torch
 x = torch.ones(4, device="cuda")
 torch.cuda.synchronize()
@@ -186,6 +158,5 @@ before = simulated = simgpu.counts()
 after = simgpu.counts() - before
 for name in ("operator", "copy to the host", "copy to the device", "wait"):
     print(after[name], end=" ")
-"""
-    )
+""")
     assert said.split() == ["2", "1", "0", "1"]

@@ -13,9 +13,7 @@ def capture(step):
 
 
 def test_a_graph_computes_anew_from_what_its_inputs_hold(simulated):
-    simulated(
-        CAPTURE
-        + """
+    simulated(f"""{CAPTURE}
 import triton, triton.language as tl
 
 @triton.jit
@@ -86,8 +84,7 @@ for _ in range(2):
     graph.instantiate()
     graph.replay()
 assert torch.equal(doubled, 2 * x) and (beside == 3).all()
-"""
-    )
+""")
 
 
 def test_what_a_capture_forbids_is_an_error(simulated):
@@ -138,9 +135,8 @@ attempt("freed", graph.replay)
 
 
 def test_graphs_of_torch_compile_train_as_eager_steps(simulated):
-    """With `reduce-overhead`, whose graphs share a pool, a step is two launches in the end."""
-    simulated(
-        """
+    """Graphs of `reduce-overhead` share a pool; in the end a step is two launches."""
+    simulated("""
 import copy, simgpu, torch, torch.nn.functional as F
 from simgpu.launches import launched
 plain = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32)).cuda()
@@ -161,13 +157,11 @@ for step in range(4):
         losses.append(loss.item())
     assert abs(losses[0] - losses[1]) < 1e-5, losses
 assert found["cudaGraphLaunch"] == 2 and found["cudaMalloc"] == 0 and kernels == 0
-"""
-    )
+""")
 
 
 def test_collectives_of_a_graph_are_made_with_each_launch(simulated):
-    simulated(
-        """
+    text = """
 import os
 rank = 0 if os.fork() else 1
 import torch, torch.distributed as dist
@@ -184,6 +178,5 @@ for value in (5, 7):
     assert y[0].item() == 3 * value
 dist.destroy_process_group()
 assert rank or os.waitstatus_to_exitcode(os.wait()[1]) == 0
-""",
-        flags="--gpus 2",
-    )
+"""
+    simulated(text, flags="--gpus 2")

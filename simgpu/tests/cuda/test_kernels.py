@@ -15,27 +15,16 @@ out = torch.empty_like(x)
 """
 
 
-def test_a_kernel_runs(simulated):
-    said = simulated(
-        ADD
-        + """
+def test_a_kernel_runs_and_one_that_leaves_its_tensors_is_an_error(simulated):
+    text = f"""{ADD}
 from simgpu.launches import launched
 add[(8,)](x, y, out, 1000, BLOCK=128)
 assert torch.equal(out, x + y)
-print(dict(launched))
-"""
-    )
-    assert "{'add': 1}" in said
-
-
-def test_a_kernel_that_leaves_its_tensors_is_an_error(simulated):
-    said = simulated(
-        ADD
-        + """
+print(dict(launched), flush=True)
 add[(9,)](x, y, out, 5000, BLOCK=128)
-""",
-        status=1,
-    )
+"""
+    said = simulated(text, status=1)
+    assert "{'add': 1}" in said
     assert "kernel add failed: FaultError" in said
     assert "outside of every tensor" in said
 
@@ -62,23 +51,20 @@ add[(8,)](x, y, out, 1000, BLOCK=128)
 
 @pytest.mark.long
 def test_a_kernel_of_inductors_may_change_what_all_its_warps_read(simulated):
-    simulated(
-        """
+    simulated("""
 import torch
 x = torch.randn(4, 16)
 y = x.cuda()
 torch.compile(lambda x: x.copy_(x.softmax(-1)))(y)
 torch.testing.assert_close(y.cpu(), x.softmax(-1))
-"""
-    )
+""")
 
 
 @pytest.mark.parametrize(("used", "status"), [("1.0", 0), ("tl.load(x)", 1)])
 def test_all_warps_may_read_what_one_changes_if_it_is_of_no_use_to_the_others(
     simulated, used, status
 ):
-    said = simulated(
-        f"""
+    text = f"""
 import torch, triton, triton.language as tl
 
 @triton.jit
@@ -90,7 +76,6 @@ def double(x, y):
 x, y = torch.ones(16, device="cuda"), torch.empty(512, device="cuda")
 double[(1,)](x, y)
 assert (x == 2).all() and (y == 1).all()
-""",
-        status=status,
-    )
+"""
+    said = simulated(text, status=status)
     assert ("race: writes what another warp reads or writes" in said) == status

@@ -1,4 +1,4 @@
-"""Operators of PyTorch, whose results are those of the CPU."""
+"""Operators of PyTorch give the same results as on the CPU."""
 
 CASES = """
 import torch
@@ -23,9 +23,7 @@ r = torch.randn
 
 
 def test_results_and_gradients_are_the_cpus(simulated):
-    simulated(
-        CASES
-        + """
+    simulated(f"""{CASES}
 twice(torch.mm, r(5, 6), r(6, 7))
 twice(lambda x: x.t().contiguous()[1:, ::2] + 1, r(5, 6))
 twice(lambda x, i: x[i].cumsum(0), r(5, 6), torch.tensor([3, 3, 0]))
@@ -42,14 +40,11 @@ for causal in (False, True):
 x = torch.arange(6, device="cuda")
 assert x.nonzero().shape == (5, 1) and x.unique().numel() == 6
 assert torch.empty(0, device="cuda").sum().item() == 0
-"""
-    )
+""")
 
 
 def test_each_kernel_of_attention_agrees(simulated):
-    simulated(
-        CASES
-        + """
+    simulated(f"""{CASES}
 from torch.nn.attention import SDPBackend, sdpa_kernel
 q, k, v = (r(2, 3, 16, 8).bfloat16() for _ in range(3))
 attend = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -61,14 +56,12 @@ for backend in backends:
         out.sum().backward()
     torch.testing.assert_close(out.cpu(), attend(q, k, v), rtol=2e-2, atol=2e-2)
     assert out.transpose(1, 2).is_contiguous()
-"""
-    )
+""")
 
 
 def test_dropout_of_attention_has_one_mask_forward_and_backward(simulated):
     """With values of 1 per key the output shows the mask, with which autograd then agrees."""
-    simulated(
-        """
+    simulated("""
 import torch, torch.nn.functional as F
 q, k = (torch.randn(2, 3, 8, 16, device="cuda").requires_grad_() for _ in range(2))
 v = torch.eye(8, 16, device="cuda").expand(2, 3, 8, 16).clone().requires_grad_()
@@ -85,14 +78,11 @@ for backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
     for x in (q, k, v):
         got, true = (torch.autograd.grad(y, x, upstream, retain_graph=True)[0] for y in (out, want))
         assert (got - true).norm() < 0.03 * true.norm()
-"""
-    )
+""")
 
 
 def test_16_bits(simulated):
-    simulated(
-        CASES
-        + """
+    simulated(f"""{CASES}
 for half in (torch.float16, torch.bfloat16):
     x = r(4, 8).cuda().requires_grad_()
     with torch.autocast("cuda", half):
@@ -114,13 +104,11 @@ for half in (torch.float16, torch.bfloat16):
     upstream = r(64, 8).cuda().to(half)
     got = torch.autograd.grad(norms[0], (x, w), upstream)
     torch.testing.assert_close(got, torch.autograd.grad(wide[0], (x, w), upstream.float()))
-"""
-    )
+""")
 
 
 def test_random_numbers_come_from_the_cuda_generator(simulated):
-    simulated(
-        """
+    simulated("""
 import torch
 def draw(seed):
     torch.cuda.manual_seed(seed)
@@ -136,13 +124,11 @@ state = torch.cuda.get_rng_state()
 a = torch.rand(4, device="cuda")
 torch.cuda.set_rng_state(state)
 assert torch.equal(a, torch.rand(4, device="cuda"))
-"""
-    )
+""")
 
 
 def test_what_cuda_lacks_and_the_cpu_has_is_an_error(simulated):
-    simulated(
-        """
+    simulated("""
 import torch
 x, p = torch.ones(3, 3, device="cuda", dtype=torch.int64), torch.ones(3, device="cuda")
 for refused, call in (
@@ -155,5 +141,4 @@ for refused, call in (
         assert refused in str(error), error
     else:
         raise AssertionError(refused)
-"""
-    )
+""")

@@ -37,7 +37,7 @@ def region(name: str, x: np.ndarray) -> Region:
 def run(
     body: str, *arrays: np.ndarray, warps: int = 1, blocks: int = 1, shared: int = 0, **options: Any
 ) -> None:
-    """Runs a kernel whose parameters p0, p1, ... are the addresses of `arrays`."""
+    """Runs a kernel with the addresses of `arrays` as its parameters p0, p1, ...."""
     params = ", ".join(f".param .u64 p{i}" for i in range(len(arrays)))
     loads = "\n".join(f"    ld.param.b64 %rd{i}, [p{i}];" for i in range(len(arrays)))
     text = HEADER.format(params=params, body=f"{loads}\n{body}")
@@ -66,13 +66,16 @@ def apply(operation: str, result: Any, *operands: np.ndarray) -> np.ndarray:
     """The results of one instruction on arrays, an element a thread.
 
     Args:
-        operation: such as "add.f32 {}, {}, {};", registers to be filled in, the result first.
+        operation: such as "add.f32", or with registers to be filled in, the result first:
+            "add.f32 {}, {}, {};".
         result: dtype of the result.
         operands: of one size, bit patterns or numbers.
     """
     n = len(operands[0])
     threads = -(-n // 32) * 32
     arrays = [aligned(threads, result), *(aligned(threads, x.dtype) for x in operands)]
+    if "{" not in operation:
+        operation = f"{operation} {', '.join(['{}'] * len(arrays))};"
     for to, x in zip(arrays[1:], operands):
         to[:n] = x
     body, names = [], [_register(x.dtype, k) for k, x in enumerate(arrays)]

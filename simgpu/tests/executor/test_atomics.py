@@ -37,9 +37,8 @@ def test_every_thread_of_every_block_counts(operation, of_all, red):
 
 
 def test_floats_are_added_one_after_the_other():
-    x = placed(np.array([0, 0, 0, 1e8], np.float32))
+    x, want = placed(np.array([0, 0, 0, 1e8], np.float32)), np.array([0, 0, 0, 1e8], np.float32)
     run(f"{PLACE} cvt.rn.f32.u32 %r30, %r0; atom.global.add.f32 %r31, [%rd20], %r30;", x)
-    want = np.array([0, 0, 0, 1e8], np.float32)
     for thread in range(32):
         want[thread % 4] += np.float32(thread)
     assert x.tolist() == want.tolist()
@@ -47,53 +46,40 @@ def test_floats_are_added_one_after_the_other():
 
 def test_the_old_value_is_returned():
     x, out = placed(np.array([100], np.uint32)), aligned(32, np.uint32)
-    run(
-        """atom.global.add.u32 %r31, [%rd0], 1;
-        mad.wide.u32 %rd21, %r0, 4, %rd1; st.global.b32 [%rd21], %r31;""",
-        x, out,
-    )  # fmt: skip
+    store = "mad.wide.u32 %rd21, %r0, 4, %rd1; st.global.b32 [%rd21], %r31;"
+    run(f"atom.global.add.u32 %r31, [%rd0], 1; {store}", x, out)
     assert out.tolist() == list(range(100, 132))
 
 
 def test_compare_and_swap_and_exchange():
     got = changed("atom.global.cas.b32 %r31, [%rd20], %r0, %r30;", [0, 9, 2, 3])
     assert got.tolist() == [1, 10, 3, 4]  # 9 is what thread 9 expects
-    assert changed("atom.global.exch.b32 %r31, [%rd20], %r30;", [0] * 4).tolist() == [
-        29,
-        30,
-        31,
-        32,
-    ]
+    got = changed("atom.global.exch.b32 %r31, [%rd20], %r30;", [0] * 4)
+    assert got.tolist() == [29, 30, 31, 32]
 
 
 def test_several_elements_at_once():
     x = placed(np.arange(4, dtype=np.float32))
-    run(
-        """mov.b32 %r10, 0f3F800000; mov.b32 %r11, 0f40000000;
-        atom.global.gpu.relaxed.add.v2.f32 {%r20, %r21}, [%rd0+8], {%r10, %r11};""",
-        x,
-    )
+    add = "atom.global.gpu.relaxed.add.v2.f32 {%r20, %r21}, [%rd0+8], {%r10, %r11};"
+    run(f"mov.b32 %r10, 0f3F800000; mov.b32 %r11, 0f40000000; {add}", x)
     assert x.tolist() == [0, 1, 34, 67]
     with pytest.raises(FaultError, match="changes 8 bytes at a misaligned address"):
         run("red.global.add.v2.f32 [%rd0+4], {%r0, %r0};", x)
 
 
-def test_pairs_of_16_bits():
-    x = aligned(1, np.uint32)
-    run("mov.b32 %r10, 0x3C004000; atom.global.add.noftz.f16x2 %r11, [%rd0], %r10;", x)
-    assert x.view(np.float16).tolist() == [64, 32]
-
-
-@pytest.mark.parametrize("kind", ["f16", "bf16"])
-def test_16_bits(kind):
-    one = {"f16": 0x3C00, "bf16": 0x3F80}[kind]
-    x = aligned(4, np.uint16)
-    run(
-        f"""and.b32 %r20, %r0, 3; mad.wide.u32 %rd20, %r20, 2, %rd0; mov.b16 %rs10, {one};
-        atom.global.add.noftz.{kind} %rs11, [%rd20], %rs10;""",
-        x,
-    )
-    assert x.tolist() == [{"f16": 0x4800, "bf16": 0x4100}[kind]] * 4  # 8
+@pytest.mark.parametrize(
+    ("kind", "one", "register", "want"),
+    [
+        ("f16", 0x3C00, "%rs10", [0x5000]),
+        ("bf16", 0x3F80, "%rs10", [0x4200]),
+        ("f16x2", 0x3C00_4000, "%r10", [0x5400, 0x5000]),  # the other half is 2
+    ],
+)
+def test_32_are_added_in_16_bits(kind, one, register, want):
+    x, size = aligned(2, np.uint16), 32 if kind == "f16x2" else 16
+    move = f"mov.b{size} {register}, {one};"
+    run(f"{move} atom.global.add.noftz.{kind} {register}, [%rd0], {register};", x)
+    assert x[: len(want)].tolist() == want
 
 
 @pytest.mark.parametrize(
@@ -104,12 +90,9 @@ def test_16_bits(kind):
     ],
 )
 def test_another_block_must_not_touch_it_otherwise(operation, what):
+    form = f"setp.eq.u32 %p1, %r1, 1; @%p1 {operation}"
     with pytest.raises(FaultError, match=what):
-        changed(
-            f"""setp.eq.u32 %p1, %r1, 1; @%p1 {operation}
-            @!%p1 atom.global.add.u32 %r32, [%rd20], 1;""",
-            [0] * 4, blocks=3, lanes=32,
-        )  # fmt: skip
+        changed(f"{form} @!%p1 atom.global.add.u32 %r32, [%rd20], 1;", [0] * 4, blocks=3, lanes=32)
 
 
 def test_a_change_outside_of_the_tensor_is_a_fault():

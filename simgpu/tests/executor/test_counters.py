@@ -53,9 +53,7 @@ CONFLICTS = {
     "all lanes one bank": ("shl.b32 %r20, %r0, 7;", "b32 %r0", (32, 1)),
     "8 bytes a lane": ("shl.b32 %r20, %r0, 3;", "v2.b32 {%r0, %r0}", (2, 2)),
     "16 bytes a lane": ("shl.b32 %r20, %r0, 4;", "v4.b32 {%r0, %r0, %r0, %r0}", (4, 4)),
-    "16 bytes, rows of 128 bytes": (
-        "shl.b32 %r20, %r0, 7;", "v4.b32 {%r0, %r0, %r0, %r0}", (32, 4),
-    ),
+    "16 bytes of 128": ("shl.b32 %r20, %r0, 7;", "v4.b32 {%r0, %r0, %r0, %r0}", (32, 4)),
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from executor.ptx import aligned, apply, placed, run
+from executor.ptx import aligned, apply, run
 from simgpu.executor.errors import FaultError, UnknownPtxError
 from simgpu.executor.launch import Compiled, run_ptx
 
@@ -28,8 +28,7 @@ def exact(bits):
 def test_directed_rounding(operation, mode):
     x = floats()
     operands = [np.roll(x, shift) for shift in range(3 if operation == "fma" else 2)]
-    form = ", ".join(["{}"] * (len(operands) + 1))
-    got = apply(f"{operation}.{mode}.f32 {form};", np.uint32, *operands).view(np.float32)
+    got = apply(f"{operation}.{mode}.f32", np.uint32, *operands).view(np.float32)
     for result, *of in zip(got, *operands):
         a, b, *c = map(exact, of)
         want = a * b + c[0] if c else a + b if operation == "add" else a - b
@@ -47,42 +46,39 @@ def test_directed_rounding(operation, mode):
             assert Fraction(float(beyond)) > want if down else Fraction(float(beyond)) < want
 
 
-def test_a_sum_that_cancels_is_minus_zero_only_when_rounded_down():
-    one, minus = (np.array([x], np.float32).view(np.uint32) for x in (1, -1))
-    assert apply("add.rm.f32 {}, {}, {};", np.uint32, one, minus).tolist() == [0x8000_0000]
-    assert apply("add.rp.f32 {}, {}, {};", np.uint32, one, minus).tolist() == [0]
-    zero = np.zeros(1, np.uint32)
-    assert apply("add.rm.f32 {}, {}, {};", np.uint32, zero, zero).tolist() == [0]
-
-
-def test_ftz_flushes_operands_and_results():
-    tiny, one = np.array([1], np.uint32), np.array([1], np.float32).view(np.uint32)
-    got = apply("fma.rm.ftz.f32 {}, {}, {}, {};", np.uint32, tiny, one, tiny)
-    assert got.tolist() == [0]
+@pytest.mark.parametrize(
+    ("operation", "operands", "want"),
+    [
+        ("add.rm.f32", (1, -1), 0x8000_0000),  # only when it is rounded down
+        ("add.rp.f32", (1, -1), 0),
+        ("add.rm.f32", (0, 0), 0),
+        ("fma.rm.ftz.f32", (1e-45, 1, 1e-45), 0),  # operands and results are flushed
+    ],
+)
+def test_the_sign_of_a_sum_that_is_zero(operation, operands, want):
+    given = [np.array([x], np.float32).view(np.uint32) for x in operands]
+    assert apply(operation, np.uint32, *given).tolist() == [want]
 
 
 @pytest.mark.parametrize("ftz", ["", ".ftz"])
 def test_saturation(ftz):
-    x = np.array([-1, 0, 0.25, 1, 7, np.inf, -np.inf, np.nan], np.float32).view(np.uint32)
-    got = apply(f"cvt{ftz}.sat.f32.f32 {{}}, {{}};", np.uint32, x).view(np.float32)
-    assert got.tolist() == [0, 0, 0.25, 1, 1, 1, 0, 0]
-    assert not np.signbit(got).any()
-    tiny = apply(f"cvt{ftz}.sat.f32.f32 {{}}, {{}};", np.uint32, np.array([1], np.uint32))
-    assert tiny.tolist() == [0 if ftz else 1]
+    x = np.array([-1, 0, 0.25, 1, 7, np.inf, -np.inf, np.nan, 1e-45], np.float32).view(np.uint32)
+    *got, tiny = apply(f"cvt{ftz}.sat.f32.f32", np.uint32, x)
+    assert np.array(got).view(np.float32).tolist() == [0, 0, 0.25, 1, 1, 1, 0, 0]
+    assert tiny == (0 if ftz else 1)
+    assert not np.signbit(np.array(got).view(np.float32)).any()
 
 
 def test_another_saturation_is_not_known():
     with pytest.raises(UnknownPtxError, match="does not know: cvt"):
-        apply("cvt.sat.s8.s32 {}, {};", np.uint32, np.zeros(1, np.uint32))
+        apply("cvt.sat.s8.s32", np.uint32, np.zeros(1, np.uint32))
 
 
 def test_shared_memory_by_its_long_name():
     x = aligned(32, np.uint32)
-    run(
-        """shl.b32 %r20, %r0, 2; st.shared::cta.b32 [%r20], %r0; ld.shared::cta.b32 %r21, [%r20];
-        mad.wide.u32 %rd20, %r0, 4, %rd0; st.global.b32 [%rd20], %r21;""",
-        x, shared=128,
-    )  # fmt: skip
+    body = """shl.b32 %r20, %r0, 2; st.shared::cta.b32 [%r20], %r0; ld.shared::cta.b32 %r21, [%r20];
+        mad.wide.u32 %rd20, %r0, 4, %rd0; st.global.b32 [%rd20], %r21;"""
+    run(body, x, shared=128)
     assert x.tolist() == list(range(32))
 
 
@@ -146,18 +142,14 @@ def test_another_function_is_not_known():
         run_ptx(Compiled(ASSERTION.replace("__assertfail", "printf"), 1, 0), (1,), [32])
 
 
-def test_the_address_of_a_parameter_may_have_32_bits():
+@pytest.mark.parametrize(("bits", "register"), [(32, "%r10"), (64, "%rd20")])
+def test_the_address_of_a_parameter_may_have_32_bits(bits, register):
     """Triton chooses between parameters by their address, which has 32 bits since 3.9."""
-    for bits in (32, 64):
-        first, out = placed(np.zeros(1, np.uint64)), placed(np.zeros(32, np.uint64))
-        register = {32: "%r10", 64: "%rd20"}[bits]
-        run(
-            f"""setp.eq.u32 %p1, %r0, 7; mov.b{bits} {register}, p0;
-            @%p1 mov.b{bits} {register}, p1; ld.param.b64 %rd21, [{register}];
-            mul.wide.u32 %rd22, %r0, 8; add.s64 %rd22, %rd22, %rd1;
-            st.global.b64 [%rd22], %rd21;""",
-            first,
-            out,
-        )
-        addresses = [x.__array_interface__["data"][0] for x in (first, out)]
-        assert out.tolist() == [addresses[n == 7] for n in range(32)]
+    first, out = aligned(1, np.uint64), aligned(32, np.uint64)
+    body = f"""
+        setp.eq.u32 %p1, %r0, 7; mov.b{bits} {register}, p0; @%p1 mov.b{bits} {register}, p1;
+        ld.param.b64 %rd21, [{register}]; mul.wide.u32 %rd22, %r0, 8; add.s64 %rd22, %rd22, %rd1;
+        st.global.b64 [%rd22], %rd21;"""
+    run(body, first, out)
+    addresses = [x.__array_interface__["data"][0] for x in (first, out)]
+    assert out.tolist() == [addresses[n == 7] for n in range(32)]

@@ -7,10 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from simgpu.executor import Compiled, run_ptx
 
 HERE = Path(__file__).parent
+SIMGPU = """
+import os, sys
+import simgpu, simgpu.plugin, simgpu.executor
+assert not {"torch", "triton", "simgpu.operators", "simgpu.build"} & {*sys.modules}
+assert "SIMGPU" not in os.environ
+"""
+TORCH = """
+import sys, torch
+assert not [name for name in sys.modules if name.startswith("simgpu")]
+"""
 EVERY_ARCH = """
 from simgpu.executor import executed_on_cpu
 from yourfile import check
@@ -27,6 +38,25 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this is a CUDA build of PyTorch")
+@pytest.mark.parametrize("imports", [SIMGPU, TORCH])
+def test_nothing_is_started_that_was_not_asked_for(imports):
+    """Importing simgpu imports neither torch nor Triton, and importing torch nothing of simgpu."""
+    done = run("-c", imports)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this is a CUDA build of PyTorch")
+@pytest.mark.parametrize(
+    ("command", "status"), [("simgpu a.py", 2), (f"pytest -p simgpu.plugin --simgpu {__file__}", 4)]
+)
+def test_without_a_cuda_build_there_is_one_line_and_no_traceback(command, status):
+    done = run("-m", *command.split())
+    assert done.returncode == status
+    assert done.stderr.strip().endswith("is not a CUDA build of PyTorch")
+    assert done.stderr.strip().count("\n") == 0
 
 
 def test_kernels_run_as_compiled_for_each_arch():

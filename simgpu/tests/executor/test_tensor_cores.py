@@ -15,11 +15,12 @@ from simgpu.executor.errors import FaultError
 from simgpu.executor.tensor import chunk_addresses, swizzled
 
 GENERATOR = np.random.default_rng(0)
+FOUR = "{%r11, %r12, %r13, %r14}"
 KINDS = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def small(*shape):
-    """Numbers that 16 bits hold exactly, and whose products sum to what float32 holds exactly."""
+    """Numbers that 16 bits hold exactly; float32 holds the sums of their products exactly."""
     return GENERATOR.integers(-8, 8, shape).astype(np.float32)
 
 
@@ -30,6 +31,14 @@ def bits(values, kind):
 
 def packed(low, high):
     return int(low) | int(high) << 16
+
+
+def check_result(out, want):
+    """Thread t of a warp has rows t / 4 and t / 4 + 8 of 16, columns 2 * (t % 4) and the next."""
+    for t in range(len(out)):
+        for i in range(4):
+            row = 16 * (t // 32) + t % 32 // 4 + 8 * (i // 2)
+            assert out[t, i] == want[row, 2 * (t % 4) + i % 2], (t, i)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,20 +59,13 @@ def test_fragments_of_mma(kind):
             registers[t, 4 + i] = packed(b[row, group], b[row + 1, group])
     out = aligned((32, 4), np.float32)
     loads = "\n".join(f"ld.global.b32 %r{10 + i}, [%rd20+{4 * i}];" for i in range(10))
-    stores = "\n".join(f"st.global.b32 [%rd21+{4 * i}], %r{20 + i};" for i in range(4))
-    run(
-        f"""mad.wide.u32 %rd20, %r0, 40, %rd0; mad.wide.u32 %rd21, %r0, 16, %rd1;
-        {loads}
+    body = f"""
+        mad.wide.u32 %rd20, %r0, 40, %rd0; mad.wide.u32 %rd21, %r0, 16, %rd1; {loads}
         mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%r20, %r21, %r22, %r23}},
             {{%r10, %r11, %r12, %r13}}, {{%r14, %r15}}, {{%r16, %r17, %r18, %r19}};
-        {stores}""",
-        registers,
-        out,
-    )
-    want = A @ B + C
-    for t in range(32):
-        for i in range(4):
-            assert out[t, i] == want[t // 4 + 8 * (i // 2), 2 * (t % 4) + i % 2], (t, i)
+        st.global.v4.b32 [%rd21], {{%r20, %r21, %r22, %r23}};"""
+    run(body, registers, out)
+    check_result(out, A @ B + C)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -75,26 +77,15 @@ def test_ldmatrix_and_back(count, trans):
     out, back = aligned((32, count), np.uint32), aligned((count, 8, 8), np.uint16)
     names = ", ".join(f"%r{20 + i}" for i in range(count))
     stores = "\n".join(f"st.global.b32 [%rd21+{4 * i}], %r{20 + i};" for i in range(count))
-    run(
-        f"""mad.wide.u32 %rd20, %r0, 16, %rd0; mad.wide.u32 %rd21, %r0, {4 * count}, %rd1;
-        shl.b32 %r10, %r0, 4;
-        setp.lt.u32 %p1, %r0, {8 * count};
-        @%p1 ld.global.v4.b32 {{%r11, %r12, %r13, %r14}}, [%rd20];
-        @%p1 st.shared.v4.b32 [%r10], {{%r11, %r12, %r13, %r14}};
-        bar.sync 0;
+    body = f"""
+        mad.wide.u32 %rd20, %r0, 16, %rd0; mad.wide.u32 %rd21, %r0, {4 * count}, %rd1;
+        mad.wide.u32 %rd22, %r0, 16, %rd2; shl.b32 %r10, %r0, 4; setp.lt.u32 %p1, %r0, {8 * count};
+        @%p1 ld.global.v4.b32 {FOUR}, [%rd20]; @%p1 st.shared.v4.b32 [%r10], {FOUR}; bar.sync 0;
         ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{names}}}, [%r10];
-        {stores}
-        add.s32 %r10, %r10, 512;
-        stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r10], {{{names}}};
-        bar.sync 0;
-        @%p1 ld.shared.v4.b32 {{%r11, %r12, %r13, %r14}}, [%r10];
-        mad.wide.u32 %rd22, %r0, 16, %rd2;
-        @%p1 st.global.v4.b32 [%rd22], {{%r11, %r12, %r13, %r14}};""",
-        matrices,
-        out,
-        back,
-        shared=1024,
-    )
+        {stores} add.s32 %r10, %r10, 512;
+        stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r10], {{{names}}}; bar.sync 0;
+        @%p1 ld.shared.v4.b32 {FOUR}, [%r10]; @%p1 st.global.v4.b32 [%rd22], {FOUR};"""
+    run(body, matrices, out, back, shared=1024)
     seen = matrices.swapaxes(1, 2) if trans else matrices
     for t in range(32):
         row, column = t // 4, 2 * (t % 4)
@@ -144,13 +135,10 @@ def test_the_swizzle_is_tritons(swizzle):
         assert swizzled(np.array([plain & ~15]), swizzle)[0] + plain % 16 == 2 * place
 
 
-FOUR = "{%r11, %r12, %r13, %r14}"
 COPY = [f"ld.global.v4.b32 {FOUR}, [%rd20+{at}]; st.shared.v4.b32 [%r10+{at}], {FOUR};"
         for at in (0, 16, 32, 48)]  # fmt: skip
 WGMMA = """
-    mad.wide.u32 %rd20, %r0, 64, %rd0;
-    shl.b32 %r10, %r0, 6;
-    {copy}
+    mad.wide.u32 %rd20, %r0, 64, %rd0; shl.b32 %r10, %r0, 6; {copy}
     {before}
     wgmma.fence.sync.aligned;
     wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r20, %r21, %r22, %r23}}, %rd9, %rd10,
@@ -184,11 +172,7 @@ def wgmma(before="fence.proxy.async; bar.sync 0;", after="wgmma.wait_group.sync.
 
 def test_fragments_of_wgmma():
     """9.7.15.5.1.1.3: warp w has rows 16 * w and on, laid out as by mma.sync."""
-    out, want = wgmma()
-    for t in range(128):
-        for i in range(4):
-            row = 16 * (t // 32) + t % 32 // 4 + 8 * (i // 2)
-            assert out[t, i] == want[row, 2 * (t % 4) + i % 2], (t, i)
+    check_result(*wgmma())
 
 
 @pytest.mark.parametrize(
@@ -204,6 +188,7 @@ def test_what_wgmma_needs_around_it(missing, said):
         wgmma(**missing)
 
 
-def test_results_of_a_product_that_nobody_waited_for_are_nan():
-    out, _ = wgmma(after="")
+@pytest.mark.parametrize("after", ["", "wgmma.wait_group.sync.aligned 1;"])
+def test_results_of_a_product_that_nobody_waited_for_are_nan(after):
+    out, _ = wgmma(after=after)
     assert np.isnan(out).all()

@@ -2,11 +2,11 @@
 
 Each thread of the GPU is one lane of numpy arrays. It needs numpy alone; compiling a kernel needs
 Triton. From the bottom up: `ptx` (parser), `counters` (a profile), `state` (the lanes' registers),
-`memory` (global), `shared`, `flight` (copies, products and registers under way), `tensor_memory`,
-`flow` (the order of a program's parts), `machine` (thread blocks in lockstep), `unwritten`, `build`
-(instructions to steps), `formats` (numbers), `lanes` (one function for all threads); the
-instructions in `arithmetic`, `moves`, `warp`, `tensor` (fragments, descriptors), `groups`
-(cp.async, wgmma), `mbarrier` and `tcgen05`; and `launch` (compiling, binding, running).
+`memory` (global), `shared`, `flight` (what is under way, and tensor memory), `flow` (the order of a
+program's parts), `machine` (thread blocks in lockstep), `unwritten`, `build` (instructions to
+steps), `formats` (numbers); the instructions in `arithmetic`, `moves`, `atomics`, `warp`, `tensor`
+(fragments, descriptors), `groups` (cp.async, wgmma, mbarrier) and `tcgen05`; and `launch`
+(compiling, binding, running).
 
 Kernels of yours, whatever launches them:
 

@@ -1,4 +1,4 @@
-"""Runs a file whose Triton kernels are compiled for a GPU and executed on the CPU.
+"""Runs a file: its Triton kernels are compiled for a GPU and executed on the CPU.
 
     python -m simgpu.executor yourfile.py --arch 90
     python -m simgpu.executor yourfile.py:check --arch 90

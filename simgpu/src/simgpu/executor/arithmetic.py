@@ -10,22 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from simgpu.executor.build import Build, opcode, unknown
-from simgpu.executor.formats import (
-    F32,
-    F64,
-    exact_fma,
-    flushed,
-    fma,
-    from_half,
-    halves,
-    joined,
-    to_half,
-    towards,
-)
-from simgpu.executor.lanes import TYPES, plain
+from simgpu.executor.build import Build, Builder, opcode, plain, unknown
+from simgpu.executor.formats import flushed, fma, from_half, half_fma, halves, in_f64, of_halves
 from simgpu.executor.machine import Machine, Step
-from simgpu.executor.ptx import BOOL, U16, U32, U64, Instruction, Vector
+from simgpu.executor.ptx import BOOL, CLASSES, TYPES, U16, U32, U64, Instruction, Vector
 from simgpu.executor.state import Mask
 
 
@@ -99,25 +87,18 @@ FLOAT = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": fma, "div": np.divide,
     "min": _minimum, "max": _maximum, "min.NaN": np.minimum, "max.NaN": np.maximum,
     "neg": np.negative, "abs": np.abs,
-    "ex2": lambda x: np.exp2(x.astype(F64)).astype(F32),
-    "lg2": lambda x: np.log2(x.astype(F64)).astype(F32),
-    "rcp": lambda x: (1 / x.astype(F64)).astype(F32),
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: (1 / np.sqrt(x.astype(F64))).astype(F32),
-    "tanh": lambda x: np.tanh(x.astype(F64)).astype(F32),
+    "ex2": in_f64(np.exp2), "lg2": in_f64(np.log2), "tanh": in_f64(np.tanh), "sqrt": np.sqrt,
+    "rcp": in_f64(np.reciprocal), "rsqrt": in_f64(lambda x: 1 / np.sqrt(x)),
 }  # fmt: skip
-DIRECTED = {
-    mode: {
-        "fma": functools.partial(towards, mode),
-        "add": lambda a, b, mode=mode: towards(mode, a, F32.type(1), b),
-        "sub": lambda a, b, mode=mode: towards(mode, b, F32.type(-1), a),
+for _mode in ("rm", "rp", "rz"):  # rounded down, up, towards zero
+    FLOAT |= {
+        f"fma.{_mode}": functools.partial(fma, mode=_mode),
+        f"add.{_mode}": lambda a, b, mode=_mode: fma(a, np.float32(1), b, mode),
+        f"sub.{_mode}": lambda a, b, mode=_mode: fma(b, np.float32(-1), a, mode),
     }
-    for mode in ("rm", "rp", "rz")
-}
-"""Operations that are rounded down, up or towards zero."""
-UNARY = ("not", "neg", "abs", "ex2", "lg2", "rcp", "sqrt", "rsqrt", "tanh")
 IN_F32 = ("fma", "ex2", "lg2", "rcp", "rsqrt", "tanh")
-"""Operations whose result is that of float32."""
+"""Operations in float32 alone."""
+HALVES = ("f16", "bf16", "f16x2", "bf16x2")
 ROUNDINGS = ("rn", "approx", "full", "ftz")
 """Modifiers after which a result is the correctly rounded one; "ftz" also flushes subnormals."""
 
@@ -127,83 +108,52 @@ def _arithmetic(b: Build, instruction: Instruction) -> Step:
     first, *mods, kind = instruction.mods
     modes = [mod for mod in mods if mod not in ROUNDINGS]
     name = ".".join([first, *modes])
-    if kind in ("f16x2", "bf16x2", "f16", "bf16") and modes != ["f32"]:
-        return _of_halves(name, kind)(b, instruction)
+    if kind in HALVES:
+        return _of_16_bits(instruction, first, name, kind)(b, instruction)
     if kind == "f32x2":
-        return _of_pairs(name)(b, instruction)
-    if modes == ["f32"] and kind in ("bf16", "f16"):
-        return _mixed(first, kind)(b, instruction)
-    if name == "mul.wide" or name == "mad.wide":
-        return _wide_product(first, kind)(b, instruction)
-    if kind == "f32" and modes and modes[0] in DIRECTED and first in DIRECTED[modes[0]]:
-        f = DIRECTED[modes[0]][first]
-        seen = flushed if "ftz" in mods else lambda x: x
-        dtypes = (F32,) * (len(instruction.args) - 1)
-        return plain(dtypes, F32, lambda *x: seen(f(*map(seen, x))))(b, instruction)
+        return plain(U64, U64, functools.partial(_of_pairs, FLOAT[name]))(b, instruction)
+    if name in ("mul.wide", "mad.wide"):
+        return _wide_product(instruction)(b, instruction)
     table = FLOAT if kind in ("f32", "f64") else INTEGER
-    if name not in table or kind not in TYPES or (kind == "f64" and first in IN_F32):
+    in_f32_alone = first in IN_F32 or modes[:1] in (["rm"], ["rp"], ["rz"])
+    if name not in table or kind not in TYPES or (kind == "f64" and in_f32_alone):
         raise unknown(instruction)
     f = table[name]
     if "ftz" in mods:
         exact = f
         f = lambda *x: flushed(exact(*map(flushed, x)))  # noqa: E731
-    dtype = TYPES[kind]
-    count = len(instruction.args) - 1
-    if name.startswith(("min", "max")) and count == 3:  # sm_100 has them of three
+    if name.startswith(("min", "max")) and len(instruction.args) == 4:  # sm_100 has them of three
         two = f
         f = lambda x, y, z: two(two(x, y), z)  # noqa: E731
-    return plain((dtype,) * count, dtype, f)(b, instruction)
+    return plain(TYPES[kind], TYPES[kind], f)(b, instruction)
 
 
-def _of_halves(name: str, kind: str) -> Any:
-    """16-bit floats, computed in wider ones and rounded once; two a register with "x2"."""
-
-    def one(*x: Any) -> Any:
-        wide = _narrow(exact_fma(*x)) if name == "fma" else FLOAT[name](*x)
-        return to_half(wide, kind)
-
-    def two(*packed: Any) -> Any:
-        return joined(*(one(*x) for x in zip(*(halves(x, kind) for x in packed))))
-
-    count = 3 if name == "fma" else 1 if name in UNARY else 2
-    if kind.endswith("x2"):
-        return plain((U32,) * count, U32, two)
-    return plain((U16,) * count, U16, lambda *x: one(*(from_half(y, kind) for y in x)))
+def _of_16_bits(instruction: Instruction, first: str, name: str, kind: str) -> Builder:
+    """Of 16-bit floats; with the mode "f32" the last operand and the result are float32 (9.7.5)."""
+    if name == f"{first}.f32":
+        dtypes = (*(U16,) * (len(instruction.args) - 2), TYPES["f32"])
+        f = lambda *x: FLOAT[first](*(from_half(y, kind) for y in x[:-1]), x[-1])  # noqa: E731
+        return plain(dtypes, dtypes[-1], f)
+    f = of_halves(half_fma if name == "fma" else FLOAT[name], kind)
+    return plain(CLASSES[kind], CLASSES[kind], f)
 
 
-def _narrow(x: Any) -> Any:
-    """float64 rounded to odd -> float32 rounded to odd, to be rounded once more to 16 bits."""
-    y = x.astype(F32)
-    back = y.astype(F64)
-    even = (y.view(U32) & np.uint32(1)) == 0
-    towards = np.where(x > back, np.inf, -np.inf).astype(F32)
-    return np.where((back != x) & even, np.nextafter(y, towards), y)
+def _of_pairs(f: Callable[..., Any], *packed: Any) -> Any:
+    """A function of float32, of two a register."""
+    parts = ([(x >> np.uint64(at)).astype(U32).view(np.float32) for x in packed] for at in (0, 32))
+    low, high = (f(*x).view(U32).astype(U64) for x in parts)
+    return low | (high << np.uint64(32))
 
 
-def _of_pairs(name: str) -> Any:
-    def f(*packed: Any) -> Any:
-        parts = ([(x >> np.uint64(at)).astype(U32).view(F32) for x in packed] for at in (0, 32))
-        low, high = (FLOAT[name](*x).view(U32).astype(U64) for x in parts)
-        return low | (high << np.uint64(32))
+def _wide_product(instruction: Instruction) -> Builder:
+    """The product of two operands with all of its bits, and what may be added to it."""
+    dtype = TYPES[instruction.type]
+    wide = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
 
-    return plain((U64,) * (3 if name == "fma" else 2), U64, f)
+    def f(x: Any, y: Any, *z: Any) -> Any:
+        return sum(z, x.astype(wide) * y.astype(wide))
 
-
-def _mixed(name: str, kind: str) -> Any:
-    """fma, add and sub of 16-bit floats into float32 (9.7.5): the last operand is float32."""
-
-    def f(*x: Any) -> Any:
-        return FLOAT[name](*(from_half(y, kind) for y in x[:-1]), x[-1])
-
-    return plain((*(U16,) * (2 if name == "fma" else 1), F32), F32, f)
-
-
-def _wide_product(name: str, kind: str) -> Any:
-    wide = {"s32": np.dtype("i8"), "u32": U64, "s16": np.dtype("i4"), "u16": U32}[kind]
-    dtype = TYPES[kind]
-    if name == "mul":
-        return plain((dtype, dtype), wide, lambda a, c: a.astype(wide) * c.astype(wide))
-    return plain((dtype, dtype, wide), wide, lambda a, c, d: a.astype(wide) * c.astype(wide) + d)
+    return plain((dtype, dtype, wide)[: len(instruction.args) - 1], wide, f)
 
 
 OF_BITS = {"shl": _shift_left, "shr": _shift_right, "bfe": _extract, "prmt": _permute}
@@ -246,11 +196,11 @@ def _setp(b: Build, instruction: Instruction) -> Step:
         raise unknown(instruction)
     if pair:
         return _setp_pair(b, instruction, COMPARE[compare], kind)
-    f, dtype = COMPARE[compare], TYPES[kind]
+    f = COMPARE[compare]
     seen: Callable[[Any], Any] = flushed if mods else lambda x: x
     if kind in ("f16", "bf16"):
-        dtype, seen = U16, lambda x: from_half(x, kind)
-    return plain((dtype, dtype), BOOL, lambda x, y: f(seen(x), seen(y)))(b, instruction)
+        seen = functools.partial(from_half, kind=kind)
+    return plain(TYPES[kind], BOOL, lambda x, y: f(seen(x), seen(y)))(b, instruction)
 
 
 def _setp_pair(b: Build, instruction: Instruction, f: Callable[..., Any], kind: str) -> Step:

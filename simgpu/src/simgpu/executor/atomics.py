@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 
 from simgpu.executor.build import Build, address_of, opcode, unknown
-from simgpu.executor.formats import F32, F64, from_half, halves, joined, to_half
-from simgpu.executor.lanes import TYPES
+from simgpu.executor.formats import of_halves
 from simgpu.executor.machine import Machine, Step
-from simgpu.executor.ptx import CLASSES, U16, U32, Instruction
+from simgpu.executor.ptx import CLASSES, TYPES, Instruction
 from simgpu.executor.state import Mask
 
-CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+CHANGES: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
     "or": np.bitwise_or, "xor": np.bitwise_xor, "exch": lambda old, x: x,
 }  # fmt: skip
-FLOATS = {"f32": F32, "f64": F64}
 COUNTS = {"v2": 2, "v4": 4, "v8": 8}
 SCOPES = ("relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys")
 
@@ -33,7 +31,7 @@ def _atomic(b: Build, i: Instruction) -> Step:
     count = next((COUNTS[mod] for mod in mods if mod in COUNTS), 1)
     returns = i.mods[0] == "atom"
     place, *sources = i.args[1:] if returns else i.args
-    change, bits = _change(names[0], kind) if len(names) == 1 else None, _bits(kind)
+    change, bits = _change(names[0], kind) if len(names) == 1 else None, CLASSES.get(kind)
     if change is None or bits is None or len(sources) != 1 + (names == ["cas"]):
         raise unknown(i)
     slot, offset = address_of(b, place, np.uint64)
@@ -47,35 +45,21 @@ def _atomic(b: Build, i: Instruction) -> Step:
         def new(old: Any, k: int, lane: int) -> Any:
             return change(old, *(x[k, lane] for x in values))
 
-        old = m.memory.change(m, lanes, m.addresses(slot, offset, mask), bits, count, new)
+        old = m.memory.change(lanes, m.addresses(slot, offset, mask), bits, count, new)
         m.put_rows(to, old, mask)
 
     return step
 
 
-def _bits(kind: str) -> np.dtype | None:
-    if kind.endswith("x2"):
-        return U32
-    return CLASSES.get(kind, U16 if kind == "bf16" else None)
-
-
 def _change(name: str, kind: str) -> Callable[..., Any] | None:
     """The operation on the bits of elements; None if it is not known."""
-    f = CHANGES.get(name)
+    f, dtype = CHANGES.get(name), TYPES.get(kind)
     if name == "cas":
         return lambda old, expected, new: new if old == expected else old
     if f is None:
         return None
-    if kind in ("f16", "bf16"):
-        return lambda old, x: to_half(F32.type(f(from_half(old, kind), from_half(x, kind))), kind)
-    if kind in ("f16x2", "bf16x2"):
-
-        def pair(old: Any, x: Any) -> Any:
-            parts = zip(halves(old, kind), halves(x, kind))
-            return joined(*(to_half(F32.type(f(a, c)), kind) for a, c in parts))
-
-        return pair
-    dtype = FLOATS.get(kind, TYPES.get(kind))
+    if kind in ("f16", "bf16", "f16x2", "bf16x2"):
+        return of_halves(f, kind)
     if dtype is None:
         return None
 

@@ -8,16 +8,7 @@ import numpy as np
 from simgpu.executor.errors import LaneError, UnknownPtxError
 from simgpu.executor.flow import ranks
 from simgpu.executor.machine import Machine, Step
-from simgpu.executor.ptx import (
-    BOOL,
-    Address,
-    Immediate,
-    Instruction,
-    Name,
-    Operand,
-    Program,
-    Vector,
-)
+from simgpu.executor.ptx import BOOL, Address, Immediate, Instruction, Name, Program, Vector
 from simgpu.executor.state import Mask
 from simgpu.executor.unwritten import followed, met, skipped, suspects, watched
 
@@ -55,7 +46,7 @@ class Build:
         self.here = 0
         """Number of the basic block that is being built."""
         self.parted: dict[int, tuple[int, list[int]]] = {}
-        """Basic block whose branch is followed -> where the ways meet, what is written between."""
+        """Basic block with a followed branch -> where the ways meet, what is written between."""
         for number, block in enumerate(program.blocks if follow else ()):
             if block and block[-1].op.startswith("bra") and block[-1].guard is not None:
                 found = skipped(program, number)
@@ -98,7 +89,7 @@ class Build:
             self.program.dtypes.append(dtype)
         return self.constants[key]
 
-    def vector(self, operand: Operand, dtype: Any) -> list[int | None]:
+    def vector(self, operand: Any, dtype: Any) -> list[int | None]:
         """Slots of a list in braces, or of one register alone."""
         items = operand.items if isinstance(operand, Vector) else (operand,)
         return [None if item is None else self.slot(item, dtype) for item in items]
@@ -112,6 +103,8 @@ class Build:
         else:
             raise unknown(instruction)
         step = builder(self, instruction)
+        if ".sync" in instruction.op and not ends(instruction):
+            step = _of_whole_warps(step, instruction.op.partition(".sync")[0])
         if instruction.guard is not None and parts[0] != "bra":
             step = _guarded(step, instruction.guard, instruction.negated)
         if self.follow and instruction.op.startswith("ld.global"):
@@ -132,22 +125,64 @@ def address_of(b: Build, operand: object, dtype: type[np.unsignedinteger]) -> tu
 
 
 def unknown(instruction: Instruction) -> UnknownPtxError:
-    atomic = instruction.op.startswith(("atom", "red."))
-    what = (
-        "the executor does not know this form of atomics"
-        if atomic
-        else "the executor does not know"
-    )
+    what = " this form of atomics" if instruction.op.startswith(("atom", "red.")) else ""
     line = f"PTX line {instruction.line} ({instruction.source})"
-    return UnknownPtxError(f"{line}: {what}: {instruction.text[:100]}")
+    return UnknownPtxError(f"{line}: the executor does not know{what}: {instruction.text[:100]}")
+
+
+def plain(dtypes: Any, result: Any, f: Callable[..., Any]) -> Builder:
+    """Builder of a step that is one function for all lanes (9.4.1).
+
+    The operands are the destination, then the sources, which are seen as `dtypes`, one of each or
+    one of all. The result is of the dtype `result`; a destination that is wider is extended.
+    """
+
+    def build(b: Build, instruction: Instruction) -> Step:
+        to, *args = instruction.args
+        assert isinstance(to, int)
+        each = dtypes if isinstance(dtypes, tuple) else (dtypes,) * len(args)
+        slots = [b.slot(arg, dtype) for arg, dtype in zip(args, each, strict=True)]
+        views = [_view(b.program.dtypes[slot], dtype) for slot, dtype in zip(slots, each)]
+        out = b.program.dtypes[to]
+        if out.itemsize != result.itemsize:
+            widen = np.dtype(f"{result.kind}{out.itemsize}")
+            return plain(dtypes, widen, lambda *x: f(*x).astype(widen))(b, instruction)
+        cast = None if result == out else out
+
+        def step(m: Machine, mask: Mask) -> None:
+            R = m.R
+            x = [R[s] if v is None else v(R[s]) for s, v in zip(slots, views)]
+            y = f(*x)
+            m.put(to, y if cast is None else y.view(cast), mask)
+
+        return step
+
+    return build
+
+
+def _view(slot: np.dtype, dtype: np.dtype) -> Callable[[Any], Any] | None:
+    """Returns the cast of a register to a `dtype` (9.4.1: low bits of a wider one), or None."""
+    if slot == dtype:
+        return None
+    if slot.itemsize > dtype.itemsize:
+        low = np.dtype(f"u{dtype.itemsize}")
+        return lambda x: x.astype(low).view(dtype)
+    if slot.itemsize < dtype.itemsize:
+        raise UnknownPtxError(f"a register of {slot.itemsize} bytes read as {dtype}")
+    return lambda x: x.view(dtype)
 
 
 def ends(instruction: Instruction) -> bool:
     """True if an instruction says itself where its threads go next."""
-    first, *rest = instruction.op.split(".")
-    return first in ("bra", "ret", "exit", "trap", "barrier") or (
-        first == "bar" and rest[0] != "warp"
-    )
+    return instruction.op.startswith(("bra", "ret", "exit", "trap", "bar.sync", "barrier."))
+
+
+def _of_whole_warps(inner: Step, name: str) -> Step:
+    def step(m: Machine, mask: Mask) -> None:
+        m.whole_warps(mask, f"{name}.sync")
+        inner(m, mask)
+
+    return step
 
 
 def _guarded(inner: Step, guard: int, negated: bool) -> Step:

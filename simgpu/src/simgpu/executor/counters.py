@@ -1,8 +1,8 @@
 """Counts what executed code does: instructions by pipe, memory sectors, bank conflicts, products.
 
 Everything is counted for each basic block, so that a pass of a loop can be told from the rest.
-Instructions are those of PTX: the assembler makes fewer or more of them, mostly of moves, addresses
-and conversions. An instruction whose predicate is false for all threads counts, as it is issued.
+Instructions are PTX's: the assembler makes fewer or more of them, mostly of moves, addresses and
+conversions. An instruction with a predicate that is false for all threads counts: it is issued.
 """
 
 import re
@@ -38,7 +38,7 @@ PIPES = (
 
 Source: CUDA C++ Programming Guide, "Arithmetic Instructions" (throughput): compare, minimum,
 maximum, select, logic and packing to 16 bits run at the rate of integers; conversions between
-floats and integers at that of special functions. Moves mostly are no instruction of machine code.
+floats and integers at the rate of special functions. The assembler removes most moves.
 """
 NAMES = (*(name for name, _ in PIPES), "int")
 _PATTERNS = [(name, re.compile(rf"(?:{pattern})(?:\.|$)")) for name, pattern in PIPES]
@@ -155,17 +155,16 @@ class Counters:
                 target = self.program.target(block[-1])
                 if target <= number:
                     found.append(Loop(target, number, block[-1].source))
-        inner = [x for x in found if not any(_holds(x, y) for y in found)]
+        inner = [
+            x for x in found
+            if not any(y != x and x.first <= y.first and y.last <= x.last for y in found)
+        ]  # fmt: skip
         sizes = [sum(map(len, self.program.blocks[x.blocks])) for x in inner]
         return [x for x, size in zip(inner, sizes) if size >= least]
 
     def passes(self, loop: Loop) -> float:
         """Returns how often thread blocks went through a loop, all together."""
         return int(self.table[0, loop.last]) / self.warps
-
-
-def _holds(outer: Loop, inner: Loop) -> bool:
-    return outer != inner and outer.first <= inner.first and inner.last <= outer.last
 
 
 def _grouped(threads: int, lanes: Array, addresses: Array, width: int) -> Array:

@@ -1,5 +1,6 @@
 """Number formats: conversions between bits and floats, and sums that are rounded once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,23 @@ def joined(low: Any, high: Any) -> Any:
     return low.astype(U32) | (high.astype(U32) << np.uint32(16))
 
 
+def of_halves(f: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """A function of 16-bit floats, in float32 and rounded once; with "x2" of two a register."""
+
+    def two(*packed: Any) -> Any:
+        parts = zip(*(halves(x, kind) for x in packed))
+        return joined(*(to_half(f(*x), kind) for x in parts))
+
+    if kind.endswith("x2"):
+        return two
+    return lambda *x: to_half(f(*(from_half(y, kind) for y in x)), kind)
+
+
+def in_f64(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of float32, computed in float64 and rounded once."""
+    return lambda x: f(x.astype(F64)).astype(F32)
+
+
 def flushed(x: Any) -> Any:
     """float32 with subnormal numbers as zeros of their sign."""
     return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
@@ -70,8 +88,20 @@ def exact_fma(a: Any, b: Any, c: Any) -> Any:
     return to_odd(total, (product - (total - tail)) + (c - tail))
 
 
-def fma(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c of float32, rounded once."""
+def half_fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c in float32, rounded to odd: rounding it to 16 bits is the only rounding."""
+    exact = exact_fma(a, b, c)
+    result = exact.astype(F32)
+    back = result.astype(F64)
+    even = (result.view(U32) & np.uint32(1)) == 0
+    other = np.nextafter(result, np.where(exact > back, np.inf, -np.inf).astype(F32))
+    return np.where((back != exact) & even, other, result)
+
+
+def fma(a: Any, b: Any, c: Any, mode: str = "rn") -> Any:
+    """a * b + c of float32, rounded once: to nearest, down ("rm"), up ("rp") or to zero ("rz")."""
+    if mode != "rn":
+        return _towards(mode, a, b, c)
     total = np.multiply(a, b, dtype=F64) + c
     result = total.astype(F32)
     halfway = (total.view(U64) & np.uint64(0x1FFF_FFFF)) == 0x1000_0000
@@ -80,8 +110,7 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     return result
 
 
-def towards(mode: str, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c of float32, rounded down ("rm"), up ("rp") or towards zero ("rz")."""
+def _towards(mode: str, a: Any, b: Any, c: Any) -> Any:
     exact = exact_fma(a, b, c)
     result = exact.astype(F32)
     limit = {"rm": -np.inf, "rp": np.inf, "rz": 0.0}[mode]

@@ -1,4 +1,4 @@
-"""Asynchronous work in commit groups: copies by cp.async (9.7.9.25.3) and wgmma (9.7.15.5)."""
+"""Asynchronous work: cp.async (9.7.9.25.3) and wgmma (9.7.15.5) in commit groups, and mbarriers."""
 
 from operator import attrgetter
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from simgpu.executor.build import Build, address_of, opcode, unknown
 from simgpu.executor.errors import LaneError
+from simgpu.executor.flight import Mbarrier
 from simgpu.executor.machine import Machine, Step
 from simgpu.executor.ptx import WARP, Array, Immediate, Instruction, literal
 from simgpu.executor.state import Mask
@@ -32,7 +33,7 @@ def _copy(b: Build, i: Instruction) -> Step:
         data, whole = np.zeros((len(lanes), size), np.uint8), np.flatnonzero(read)
         if len(whole):
             addresses = (m.full(of) + of_offset)[lanes[whole]]
-            words = m.memory.load(m, lanes[whole], addresses, np.dtype("u4"), size // 4)
+            words = m.memory.load(lanes[whole], addresses, np.dtype("u4"), size // 4)
             data[whole] = np.ascontiguousarray(words.T).view(np.uint8)
         m.copies.start(lanes, offset, data)
 
@@ -81,7 +82,6 @@ def _wgmma(b: Build, i: Instruction) -> Step:
     flips = [flag == Immediate(1) for flag in transposes]
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "wgmma")
         lanes = m.index(mask)
         firsts = lanes[::GROUP]
         if len(lanes) % GROUP or (firsts % GROUP).any():
@@ -104,5 +104,58 @@ def _wgmma(b: Build, i: Instruction) -> Step:
         m.late.defer(d, rows, lanes, m.groups.group[lanes])
         if m.counters is not None:
             m.counters.add("multiply_adds", 16 * result.size)
+
+    return step
+
+
+# --- mbarriers: what asynchronous work reports to, and threads poll (9.7.14.15) -------------------
+
+
+@opcode("mbarrier.init.shared::cta.b64", "mbarrier.inval.shared::cta.b64")
+def _change(b: Build, i: Instruction) -> Step:
+    """Makes or ends objects, which no other warp may be at."""
+    slot, offset = address_of(b, i.args[0], np.uint32)
+    init, does = i.mods[1] == "init", f"mbarrier.{i.mods[1]} changes"
+
+    def step(m: Machine, mask: Mask) -> None:
+        lanes, objects = m.index(mask), m.mbarriers.objects
+        place = m.shared.place(lanes, m.addresses(slot, offset, mask), 8, does)
+        units = m.shared.units(place, 8)
+        m.shared.refuse_clashes(lanes, units, does)
+        if init:
+            m.shared.written(lanes, units)
+        for lane, address in m.each(mask, slot, offset):
+            key = int(m.block[lane]), address
+            if init:
+                objects[key] = Mbarrier(literal(i.args[1]))
+            else:
+                m.mbarriers.get(lane, address)
+                del objects[key]
+
+    return step
+
+
+@opcode("mbarrier.try_wait.parity.shared::cta.b64", "mbarrier.try_wait.parity.shared.b64")
+def _try_wait(b: Build, i: Instruction) -> Step:
+    to, parity = i.args[0], b.slot(i.args[2], np.uint32)
+    slot, offset = address_of(b, i.args[1], np.uint32)
+    assert isinstance(to, int)
+
+    def step(m: Machine, mask: Mask) -> None:
+        lanes, done = m.index(mask), np.zeros(m.size, bool)
+        parities = np.broadcast_to(m.R[parity], m.size)
+        answers: dict[tuple[int, int, int], bool] = {}
+        for lane, address in m.each(mask, slot, offset):
+            key = (int(m.block[lane]), address, int(parities[lane]))
+            if key not in answers:
+                barrier = m.mbarriers.get(lane, address)
+                if barrier.phase % 2 == key[2]:  # not complete: the work that it waits for is due
+                    m.tensor.finish(lane, address)
+                answers[key] = barrier.phase % 2 != key[2]
+            done[lane] = answers[key]
+        place = m.shared.place(lanes, m.addresses(slot, offset, mask), 8, "polls")
+        m.shared.reads(lanes, m.shared.units(place, 8))
+        m.spinning[lanes] = ~done[lanes]
+        m.put(to, done, mask)
 
     return step

@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 
-from simgpu.executor import arithmetic, atomics, groups, mbarrier, moves, tcgen05, warp  # noqa: F401  (they register)
+from simgpu.executor import arithmetic, atomics, groups, moves, tcgen05, warp  # noqa: F401  (they register)
 from simgpu.executor.build import Build
 from simgpu.executor.counters import Counters
 from simgpu.executor.errors import FaultError, UnknownPtxError
@@ -79,8 +79,7 @@ def run_ptx(
         FaultError: the code does what it must not.
         UnknownPtxError: an instruction that the executor does not know.
     """
-    build = built(kernel.ptx)
-    program = build.program
+    program = built(kernel.ptx).program
     if len(values) > len(program.params):
         raise ValueError(f"{program.name} has {len(program.params)} parameters, got {len(values)}")
     given = [*values, *[0] * (len(program.params) - len(values))]
@@ -93,19 +92,13 @@ def run_ptx(
     if counters is not None:
         counters.start(program, kernel.warps)
         counters.thread_blocks += blocks
+    machine = functools.partial(
+        Machine, params=params, grid=whole, threads=threads, shared=kernel.shared, memory=memory
+    )
     with np.errstate(all="ignore"):
         for first in range(0, blocks, at_once):
-            machine = functools.partial(
-                Machine,
-                program,
-                params=params,
-                grid=whole,
-                threads=threads,
-                blocks=np.arange(first, min(first + at_once, blocks)),
-                shared=kernel.shared,
-                memory=memory,
-            )
-            _run(kernel.ptx, machine, memory, counters)
+            here = np.arange(first, min(first + at_once, blocks))
+            _run(kernel.ptx, functools.partial(machine, blocks=here), memory, counters)
     if counters is not None:
         counters.finish(memory.touched())
     return memory
@@ -115,20 +108,24 @@ def _run(
     ptx: str, machine: Callable[..., Machine], memory: GlobalMemory, counters: Counters | None
 ) -> None:
     """Runs thread blocks; again, if there was a race, to see whether anything depends on it."""
-    build, fault = built(ptx), None
+
+    def run(follow: bool = False, **given: Any) -> None:
+        build = built(ptx, follow=True) if follow else built(ptx)  # by the keys of its cache
+        machine(build.program, build.blocks, build.registers(), **given).run()
+
+    fault = None
     try:
-        machine(build.blocks, build.registers(), counters=counters).run()
+        run(counters=counters)
     except FaultError as error:
         fault = error
     if memory.raced():
-        following = built(ptx, follow=True)
         memory.back("followed")
         try:
-            machine(following.blocks, following.registers()).run()
+            run(follow=True)
         except FaultError as error:
             if str(error) != str(fault):  # it names a register, and the race has no name yet
                 memory.back("refused")
-                machine(build.blocks, build.registers()).run()
+                run()
             raise
         memory.old.clear()
         memory.back("noted")
@@ -165,16 +162,10 @@ kernels of others."""
 
 def region(name: str, tensor: Any) -> Region:
     """Returns the memory that a kernel may touch through a torch tensor."""
-    storage = tensor.untyped_storage()
-    item = tensor.element_size()
-    return Region(
-        name=name,
-        address=tensor.data_ptr(),
-        shape=tuple(tensor.shape),
-        strides=tuple(stride * item for stride in tensor.stride()),
-        itemsize=item,
-        storage=(storage.data_ptr(), storage.nbytes()),
-    )
+    storage, item = tensor.untyped_storage(), tensor.element_size()
+    strides = tuple(stride * item for stride in tensor.stride())
+    memory = storage.data_ptr(), storage.nbytes()
+    return Region(name, tensor.data_ptr(), tuple(tensor.shape), strides, item, memory)
 
 
 def compile_launch(launch: Launch, arch: int) -> Compiled:

@@ -11,12 +11,11 @@ import numpy as np
 
 from simgpu.executor.counters import Counters
 from simgpu.executor.errors import FaultError, LaneError
-from simgpu.executor.flight import Copies, LateRegisters, Mbarriers, WarpGroups
+from simgpu.executor.flight import Copies, LateRegisters, Mbarriers, TensorMemories, WarpGroups
 from simgpu.executor.memory import GlobalMemory, smallest_access
 from simgpu.executor.ptx import WARP, Array, Instruction, Program
 from simgpu.executor.shared import SharedMemory
 from simgpu.executor.state import LaneState, Mask
-from simgpu.executor.tensor_memory import TensorMemories
 
 Step = Callable[["Machine", Mask], None]
 """Function that carries out one instruction on the lanes that take part."""
@@ -39,21 +38,12 @@ class Machine(LaneState):
     """
 
     def __init__(
-        self,
-        program: Program,
-        steps: list[list[Step]],
-        registers: list[Any],
-        *,
-        params: dict[str, Any],
-        grid: tuple[int, int, int],
-        threads: int,
-        blocks: Array,
-        shared: int,
-        memory: GlobalMemory,
-        counters: Counters | None = None,
-    ) -> None:
+        self, program: Program, steps: list[list[Step]], registers: list[Any], *,
+        params: dict[str, Any], grid: tuple[int, int, int], threads: int, blocks: Array,
+        shared: int, memory: GlobalMemory, counters: Counters | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(program, registers, threads, blocks, counters)
-        self.steps, self.params, self.memory = steps, params, memory
+        self.steps, self.params, self.memory, memory.m = steps, params, memory, self
         self.rank = program.rank
         self.shared = SharedMemory(self, shared, smallest_access(program, "shared"))
         self.copies, self.late = Copies(self, self.shared), LateRegisters(self)
@@ -70,16 +60,14 @@ class Machine(LaneState):
         """Basic block -> lanes that are about to run it."""
 
     def _special(self, grid: tuple[int, int, int]) -> None:
-        x, y, _ = grid
+        x, y, z = grid
         values = {
-            "%tid.x": self.tid, "%laneid": self.tid % WARP,
-            "%ctaid.x": self.cta % x, "%ctaid.y": self.cta // x % y,
-            "%ctaid.z": self.cta // (x * y),
+            "%tid.x": self.tid, "%laneid": self.tid % WARP, "%ctaid.x": self.cta % x,
+            "%ctaid.y": self.cta // x % y, "%ctaid.z": self.cta // (x * y),
+            "%nctaid.x": x, "%nctaid.y": y, "%nctaid.z": z,
         }  # fmt: skip
         for name, value in values.items():
-            self.R[self.program.slots[name]] = value.astype(np.uint32)
-        for axis, size in zip("xyz", grid):
-            self.R[self.program.slots[f"%nctaid.{axis}"]] = np.uint32(size)
+            self.R[self.program.slots[name]] = np.uint32(value)
 
     # --- control flow -----------------------------------------------------------------------------
 
@@ -96,11 +84,12 @@ class Machine(LaneState):
         Raises:
             FaultError: the first thing that is wrong.
         """
-        while self.fronts or self._wakes():
+        while self.fronts:
             number = self._next()
             mask = self.fronts.pop(number)
             if self.counters is not None:
-                self.counters.enter(number, self._warps_in(mask))
+                warps = np.unique(self.index(mask) // WARP)
+                self.counters.enter(number, len(warps))
             at = 0
             try:
                 for step in self.steps[number]:
@@ -114,23 +103,20 @@ class Machine(LaneState):
                 error.add_note(f"{self.program.name}, PTX line {i.line}: {i.text}")
                 self._unwritten(i, mask)
                 raise
+        if not self.exited.all():
+            raise self._deadlock()
         left = self.tensor.left_over()
         if left is not None:
             raise FaultError(f"{self.program.name}: {left}")
 
     def _next(self) -> int:
-        """The first basic block of those whose lanes do not all poll in vain."""
+        """The first basic block with a lane that does not poll in vain."""
         if not self.spinning.any():
             return min(self.fronts, key=self.rank.__getitem__)
         able = [n for n, lanes in self.fronts.items() if not self.spinning[self.index(lanes)].all()]
         if not able:
             raise self._deadlock()
         return min(able, key=self.rank.__getitem__)
-
-    def _warps_in(self, mask: Mask) -> int:
-        if mask is None:
-            return self.size // WARP
-        return int(np.count_nonzero(mask.reshape(-1, WARP).any(1)))
 
     def arrive(self, mask: Mask, then: int) -> None:
         """Lanes wait at the block's barrier 0; all of a block having come, they go on."""
@@ -148,12 +134,6 @@ class Machine(LaneState):
         for block in np.unique(self.waiting[released]):
             self.go(int(block), released & (self.waiting == block))
         self.waiting[released] = -1
-
-    def _wakes(self) -> bool:
-        """False: every lane has exited. Raises where some wait and nobody is left to come."""
-        if self.exited.all():
-            return False
-        raise self._deadlock()
 
     def _deadlock(self) -> FaultError:
         """The fault of waiting for ever, with what each warp of the first such block does."""

@@ -1,8 +1,8 @@
 """Global memory: the bytes of the tensors that a launch was given, and who touched them.
 
-Faults are an access outside of all tensors' elements, a misaligned one, and a race: of two thread
-blocks, or of two warps of one between two barriers, one writes what the other reads or writes. Of
-two warps, one of which reads, it is a fault if something depends on what that reads.
+Faults are an access outside of all tensors' elements, a misaligned one, and a race: one of two
+thread blocks, or of two warps between two barriers, writes what the other reads or writes. Where a
+warp reads what another writes, it is a fault if something depends on the read.
 Memory that is never touched is never committed, so tensors may be gigabytes apart.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from simgpu.executor.errors import LaneError
-from simgpu.executor.ptx import CLASSES, U8, U16, U32, Array, Program, literal
+from simgpu.executor.ptx import CLASSES, U8, U16, Array, Program, literal
 from simgpu.executor.state import LaneState
 
 SEVERAL = np.uint16(0xFFFF)
@@ -23,23 +23,16 @@ SEVERAL = np.uint16(0xFFFF)
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A tensor that a kernel may touch.
-
-    Args:
-        name: of the kernel's argument.
-        address: of its first element.
-        shape: in elements.
-        strides: in bytes.
-        itemsize: bytes of an element.
-        storage: address and bytes of the memory it lies in.
-    """
+    """A tensor that a kernel may touch, by the name of the kernel's argument."""
 
     name: str
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    """In bytes."""
     itemsize: int
     storage: tuple[int, int]
+    """Address and bytes of the memory that it lies in."""
 
 
 MANY = 255
@@ -60,14 +53,18 @@ def elements(offset: Array, unit: int, size: int) -> Array:
 class WarpMarks:
     """Marks of the warps that last read and wrote each unit of memory, and since which barrier.
 
-    A mark is `epoch << 8 | warp + 1`; the epoch counts a thread block's barriers.
+    A mark is `epoch << 8 | warp + 1`; the epoch counts a thread block's barriers. With `raced`,
+    marks of the warps that write in a race, it finds the reads in a race alone.
     """
 
-    def __init__(self, units: int) -> None:
+    def __init__(self, units: int, raced: Array | None = None) -> None:
         self.writer, self.reader = np.zeros(units, np.int32), np.zeros(units, np.int32)
+        self.raced = raced
 
     def read(self, mine: Array, units: Array) -> Array:
         """Marks units (..., lanes) as read; where another warp wrote since the last barrier."""
+        if self.raced is not None:
+            return _unordered(self.raced[units], mine)
         before = self.reader[units]
         self.reader[units] = mine
         several = (self.reader[units] != mine) | ((before >> 8 == mine >> 8) & (before != mine))
@@ -81,26 +78,14 @@ class WarpMarks:
 
     def clashes(self, mine: Array, units: Array) -> Array:
         """Where another warp read or wrote units since the last barrier."""
+        if self.raced is not None:
+            return np.zeros(units.shape, bool)
         return self.written(mine, units) | _unordered(self.reader[units], mine)
 
 
 def _unordered(marks: Array, mine: Array) -> Array:
     """Where marks are of the same epoch as `mine`, and of another warp."""
     return (marks >> 8 == mine >> 8) & (marks != mine)
-
-
-class RacedWarps(WarpMarks):
-    """Finds the reads that are in a race, given marks of the warps that write in one."""
-
-    def __init__(self, raced: Array) -> None:
-        super().__init__(len(raced))
-        self.raced = raced
-
-    def read(self, mine: Array, units: Array) -> Array:
-        return _unordered(self.raced[units], mine)
-
-    def clashes(self, mine: Array, units: Array) -> Array:
-        return np.zeros(units.shape, bool)
 
 
 class _Segment:
@@ -129,11 +114,40 @@ class _Segment:
         return f"{nearest.name}{address - nearest.address:+d} bytes"
 
 
+MARKS = {"writes": "writer", "reads": "reader", "changes atomically": "atomic"}
+"""What thread blocks do -> the marks of it in a segment."""
+
+
+@dataclass(slots=True)
+class _Access:
+    """The part of an access that goes to one storage."""
+
+    segment: _Segment
+    chosen: Array | slice
+    """Which of the lanes that were given go there."""
+    lanes: Array
+    offset: Array
+    """Byte that each lane begins at."""
+    mine: Array
+    """Mark of each lane's thread block."""
+    units: Array
+
+
+def _mark(marks: Array, units: Array, mine: Array) -> None:
+    """Marks units that several blocks may touch."""
+    seen = marks[units]
+    marks[units] = np.where((seen == 0) | (seen == mine), mine, SEVERAL)
+    again = marks[units]
+    many = (again != mine) & (again != SEVERAL)
+    if many.any():
+        marks[units[many]] = SEVERAL
+
+
 class GlobalMemory:
     """All memory of one launch.
 
-    A race of warps, one of which reads, is noted and no fault yet: it may have no use for what it
-    reads. To find out, `launch` goes `back` and runs the thread blocks again.
+    A race of a read with another warp's write is noted and not yet a fault: the value may have no
+    use. To find out, `launch` goes `back` and runs the thread blocks again.
     """
 
     def __init__(self, regions: Iterable[Region], unit: int) -> None:
@@ -144,10 +158,12 @@ class GlobalMemory:
                 by_storage.setdefault(region.storage, []).append(region)
         self.segments = [_Segment(rs, unit) for _, rs in sorted(by_storage.items())]
         self.bases = np.array([s.base for s in self.segments], np.uint64)
+        self.m: LaneState
+        """The machine that runs now."""
         self.races = "noted"
         """Treatment of races: they are "noted", "followed" by marks in `torn`, or "refused"."""
         self.torn: Array | None = None
-        """Lanes whose load was in a race; None where nothing would follow it."""
+        """Lanes that loaded in a race; None where nothing would follow it."""
         self.old: list[tuple[Array, Array, Array]] = []
         """Elements that were written over: a storage as elements, their numbers, the old values."""
 
@@ -162,32 +178,23 @@ class GlobalMemory:
             data[index] = overwritten
         self.races = races
         for s in self.segments:
-            follow = races == "followed" and s.raced is not None
-            s.warps = RacedWarps(s.raced) if follow else WarpMarks(len(s.writer))
+            s.warps = WarpMarks(len(s.writer), s.raced if races == "followed" else None)
             s.raced = None
 
-    def load(
-        self, m: LaneState, lanes: Array, addresses: Array, dtype: np.dtype, count: int
-    ) -> Array:
+    def load(self, lanes: Array, addresses: Array, dtype: np.dtype, count: int) -> Array:
         """Elements (count, lanes)."""
         out = np.empty((count, len(lanes)), dtype)
         size = dtype.itemsize * count
-        for segment, chosen, offset in self._parts(m, lanes, addresses, size, "reads"):
-            mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
-            units, at = elements(offset, self.unit, size), (who, segment, offset)
-            self._refuse_others(m, mine, segment.writer[units], "reads what {} writes", *at)
-            self._refuse_atomic(m, mine, segment, units, "reads", *at)
-            clash = segment.warps.read(m.mark[who], units)
+        for at in self._parts(lanes, addresses, size, "reads"):
+            segment, units = at.segment, at.units
+            self._refuse_others(at, "reads", "writes", "changes atomically")
+            clash = segment.warps.read(self.m.mark[at.lanes], units)
             if clash.any():
                 what = "reads what another warp writes, without a barrier between"
-                self._race(clash, units, segment.warps.writer[units], what, *at)
-            seen = segment.reader[units]
-            segment.reader[units] = np.where((seen == 0) | (seen == mine), mine, SEVERAL)
-            again = segment.reader[units]
-            many = (again != mine) & (again != SEVERAL)
-            if many.any():
-                segment.reader[units[many]] = SEVERAL
-            out[:, chosen] = view(segment.data, dtype)[elements(offset, dtype.itemsize, size)]
+                self._race(clash, segment.warps.writer[units], what, at)
+            _mark(segment.reader, units, at.mine)
+            index = elements(at.offset, dtype.itemsize, size)
+            out[:, at.chosen] = view(segment.data, dtype)[index]
         return out
 
     def touched(self) -> int:
@@ -195,41 +202,34 @@ class GlobalMemory:
         marks = (mark for s in self.segments for mark in (s.reader, s.writer))
         return self.unit * sum(int(np.count_nonzero(mark)) for mark in marks)
 
-    def store(self, m: LaneState, lanes: Array, addresses: Array, values: Array) -> None:
+    def store(self, lanes: Array, addresses: Array, values: Array) -> None:
         """Writes `values` (count, lanes)."""
-        size = values.itemsize * len(values)
-        for segment, chosen, offset in self._parts(m, lanes, addresses, size, "writes"):
-            mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
-            units, at = elements(offset, self.unit, size), (who, segment, offset)
-            for marks, did in ((segment.writer, "writes"), (segment.reader, "reads")):
-                self._refuse_others(m, mine, marks[units], f"writes what {{}} {did}", *at)
-            self._refuse_atomic(m, mine, segment, units, "writes", *at)
-            segment.writer[units] = mine
+        m, size = self.m, values.itemsize * len(values)
+        for at in self._parts(lanes, addresses, size, "writes"):
+            segment, units, who = at.segment, at.units, at.lanes
+            self._refuse_others(at, "writes", "writes", "reads", "changes atomically")
+            segment.writer[units] = at.mine
             data = view(segment.data, values.dtype)
-            index = elements(offset, values.itemsize, size)
-            changed = (self._kept(m, data, index) != values[:, chosen]).any(0)
+            index = elements(at.offset, values.itemsize, size)
+            changed = (self._kept(data, index) != values[:, at.chosen]).any(0)
             clash = segment.warps.clashes(m.mark[who], units) & changed
             if clash.any():
                 what = "writes what another warp reads or writes, without a barrier between"
-                self._refuse(clash & segment.warps.written(m.mark[who], units), what, *at)
-                self._race(clash, units, np.broadcast_to(m.mark[who], units.shape), what, *at)
+                self._refuse(clash & segment.warps.written(m.mark[who], units), what, at)
+                self._race(clash, np.broadcast_to(m.mark[who], units.shape), what, at)
             segment.warps.writer[units] = m.mark[who]
-            data[index] = values[:, chosen]
-            lost = (data[index] != values[:, chosen]).any(0) | (segment.writer[units] != mine)
+            data[index] = values[:, at.chosen]
+            lost = (data[index] != values[:, at.chosen]).any(0) | (segment.writer[units] != at.mine)
             if lost.any():  # aligned accesses of one size meet only where their offsets are equal
-                last = who[np.flatnonzero(offset == offset[np.argwhere(lost)[0][1]])[-1]]
+                same = at.offset == at.offset[np.argwhere(lost)[0][1]]
+                last = who[np.flatnonzero(same)[-1]]
                 what = f"writes what thread {m.tid[last]} of block {m.cta[last]} writes"
-                self._refuse(lost, f"{what} in the same instruction", *at)
+                self._refuse(lost, f"{what} in the same instruction", at)
 
     def change(
-        self,
-        m: LaneState,
-        lanes: Array,
-        addresses: Array,
-        dtype: np.dtype,
-        count: int,
+        self, lanes: Array, addresses: Array, dtype: np.dtype, count: int,
         f: Callable[[Any, int, int], Any],
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Changes elements atomically, in the order of the lanes.
 
         Args:
@@ -239,62 +239,43 @@ class GlobalMemory:
             Array: the elements (count, lanes) that were there.
         """
         out, size = np.empty((count, len(lanes)), dtype), dtype.itemsize * count
-        for segment, chosen, offset in self._parts(m, lanes, addresses, size, "changes"):
-            mine, who = self._mine(m, lanes[chosen]), lanes[chosen]
-            units, at = elements(offset, self.unit, size), (who, segment, offset)
-            for marks, did in ((segment.writer, "writes"), (segment.reader, "reads")):
-                self._refuse_others(m, mine, marks[units], f"changes what {{}} {did}", *at)
+        for at in self._parts(lanes, addresses, size, "changes"):
+            segment = at.segment
+            self._refuse_others(at, "changes", "writes", "reads")
             if segment.atomic is None:
                 segment.atomic = np.zeros(len(segment.writer), U16)
-            seen = segment.atomic[units]
-            segment.atomic[units] = np.where((seen == 0) | (seen == mine), mine, SEVERAL)
-            segment.atomic[units[segment.atomic[units] != mine]] = SEVERAL
+            _mark(segment.atomic, at.units, at.mine)
             data = view(segment.data, dtype)
-            self._kept(m, data, elements(offset, dtype.itemsize, size))
-            for lane, first in zip(np.arange(len(lanes))[chosen], offset // dtype.itemsize):
+            self._kept(data, elements(at.offset, dtype.itemsize, size))
+            for lane, first in zip(np.arange(len(lanes))[at.chosen], at.offset // dtype.itemsize):
                 for k in range(count):
                     out[k, lane] = data[first + k]
                     data[first + k] = f(data[first + k], k, lane)
         return out
 
-    def _kept(self, m: LaneState, data: Array, index: Array) -> Array:
-        """Elements that are about to be written over, of which `back` is told."""
+    def _kept(self, data: Array, index: Array) -> Array:
+        """Elements that are about to be written over; `back` restores them."""
         old = data[index]
-        if m.warps > 1:
+        if self.m.warps > 1:
             self.old.append((data, index, old))
         return old
 
-    def _race(
-        self, clash: Array, units: Array, writer: Array, what: str,
-        lanes: Array, segment: _Segment, offset: Array,
-    ) -> None:  # fmt: skip
-        """Where `clash` is set, a warp reads and that of the mark `writer` writes."""
+    def _race(self, clash: Array, writer: Array, what: str, at: _Access) -> None:
+        """Where `clash` is set, one warp reads and the warp marked in `writer` writes."""
         if self.races == "noted":
-            if segment.raced is None:
-                segment.raced = np.zeros(len(segment.writer), np.int32)
-            before = segment.raced[units]
-            segment.raced[units[clash]] = writer[clash]  # there is a mark of one writer only:
-            clash &= ((before != 0) & (before != writer)) | (segment.raced[units] != writer)
+            if at.segment.raced is None:
+                at.segment.raced = np.zeros(len(at.segment.writer), np.int32)
+            before = at.segment.raced[at.units]
+            at.segment.raced[at.units[clash]] = writer[clash]  # one writer's mark alone fits:
+            clash &= ((before != 0) & (before != writer)) | (at.segment.raced[at.units] != writer)
         elif self.races == "followed" and self.torn is not None:
-            self.torn[lanes[clash.any(0)]] = True
+            self.torn[at.lanes[clash.any(0)]] = True
             return
-        self._refuse(clash, what, lanes, segment, offset)
+        self._refuse(clash, what, at)
 
-    def _refuse_atomic(
-        self, m: LaneState, mine: Array, segment: _Segment, units: Array, does: str, *at: Any
-    ) -> None:
-        if segment.atomic is not None:
-            what = f"{does} what {{}} changes atomically"
-            self._refuse_others(m, mine, segment.atomic[units], what, *at)
-
-    def _mine(self, m: LaneState, lanes: Array) -> Array:
-        """Mark of each lane's thread block."""
-        return (m.cta[lanes] % 0xFFFE + 1).astype(U16)
-
-    def _parts(
-        self, m: LaneState, lanes: Array, addresses: Array, size: int, does: str
-    ) -> Iterator[tuple[_Segment, Array | slice, Array]]:
-        """(segment, lanes that go there, their byte offsets) of an access that is allowed."""
+    def _parts(self, lanes: Array, addresses: Array, size: int, does: str) -> Iterator[_Access]:
+        """An access that is allowed, by storage."""
+        m = self.m
         if m.counters is not None:
             m.counters.in_global(m.size, lanes, addresses, size)
         wrong = np.flatnonzero(addresses % np.uint64(size))
@@ -307,7 +288,7 @@ class GlobalMemory:
         alone = (numbers == first).all()
         for number in [first] if alone else np.unique(numbers):
             chosen = slice(None) if alone else np.flatnonzero(numbers == number)
-            segment = self.segments[max(number, 0)]
+            segment, who = self.segments[max(number, 0)], lanes[chosen]
             offset = addresses[chosen].astype(np.int64) - segment.base
             inside = (offset >= 0) & (offset + size <= segment.bytes)
             if inside.all():
@@ -317,26 +298,29 @@ class GlobalMemory:
             if not inside.all():
                 bad = int(np.flatnonzero(~inside)[0])
                 where = self._named(int(addresses[chosen][bad]))
-                what = f"{does} {size} bytes outside of every tensor, {where}"
-                raise LaneError(lanes[chosen][bad], what)
-            yield segment, chosen, offset
+                raise LaneError(who[bad], f"{does} {size} bytes outside of every tensor, {where}")
+            mine = (m.cta[who] % 0xFFFE + 1).astype(U16)
+            yield _Access(segment, chosen, who, offset, mine, elements(offset, self.unit, size))
 
-    def _refuse_others(self, m: LaneState, mine: Array, marks: Array, what: str, *at: Any) -> None:
-        """Raises if units have the marks of other blocks than `mine`; names the first in `what`."""
-        wrong = (marks != 0) & (marks != mine)
-        if wrong.any():
-            first = int(marks[wrong][0])
-            certain = first != SEVERAL and m.cta[-1] < 0xFFFE  # marks are numbers modulo that
-            other = f"block {first - 1}" if certain else "another block"
-            self._refuse(wrong, what.format(other), *at)
+    def _refuse_others(self, at: _Access, does: str, *others_do: str) -> None:
+        """Raises if another block than the lanes' own did something of that to what they access."""
+        for did in others_do:
+            marks = getattr(at.segment, MARKS[did])
+            if marks is None:
+                continue
+            marks = marks[at.units]
+            wrong = (marks != 0) & (marks != at.mine)
+            if wrong.any():
+                first = int(marks[wrong][0])
+                certain = first != SEVERAL and self.m.cta[-1] < 0xFFFE  # marks are modulo that
+                other = f"block {first - 1}" if certain else "another block"
+                self._refuse(wrong, f"{does} what {other} {did}", at)
 
-    def _refuse(
-        self, wrong: Array, what: str, lanes: Array, segment: _Segment, offset: Array
-    ) -> None:
+    def _refuse(self, wrong: Array, what: str, at: _Access) -> None:
         if wrong.any():
             lane = int(np.argwhere(wrong)[0][1])
-            where = segment.named(segment.base + int(offset[lane]))
-            raise LaneError(lanes[lane], f"race: {what}, {where}")
+            where = at.segment.named(at.segment.base + int(at.offset[lane]))
+            raise LaneError(at.lanes[lane], f"race: {what}, {where}")
 
     def _named(self, address: int) -> str:
         if not self.segments:
@@ -351,8 +335,7 @@ def smallest_access(program: Program, space: str) -> int:
     for i in program.instructions:
         if i.op.startswith(tuple(f"{op}.{space}" for op in ("ld", "st", "atom", "red"))):
             count = next((int(mod[1:]) for mod in i.mods if mod in ("v2", "v4", "v8")), 1)
-            item = U32 if i.type.endswith("x2") else CLASSES.get(i.type, U16)  # bf16
-            sizes.append(item.itemsize * count)
+            sizes.append(CLASSES[i.type].itemsize * count)
         elif i.op.startswith("cp.async") and len(i.args) > 2:
             sizes.append(literal(i.args[2]))
         elif i.op.startswith(("tcgen05.alloc", "mbarrier")):

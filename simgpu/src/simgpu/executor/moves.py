@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from simgpu.executor.build import NAMED, Build, address_of, opcode, unknown
+from simgpu.executor.build import NAMED, Build, address_of, opcode, plain, unknown
 from simgpu.executor.formats import F32, F64, flushed, from_bf16, joined, to_bf16, to_half
-from simgpu.executor.lanes import TYPES, plain
 from simgpu.executor.machine import Machine, Step
-from simgpu.executor.ptx import CLASSES, U32, Address, Instruction, Name, Vector
+from simgpu.executor.ptx import CLASSES, TYPES, U32, Address, Instruction, Name, Vector
 from simgpu.executor.state import Mask
 
 
@@ -20,44 +19,28 @@ def _mov(b: Build, instruction: Instruction) -> Step:
     """A move, or packing and unpacking by braces (9.7.9.5)."""
     to, source = instruction.args
     dtype = TYPES["pred" if instruction.type == "pred" else f"b{instruction.type[1:]}"]
-    if isinstance(to, Vector):
-        return _unpack(b.vector(to, dtype), b.slot(source, dtype), dtype)
-    assert isinstance(to, int)
-    if isinstance(source, Vector):
-        return _pack(b, to, source, dtype)
+    if isinstance(to, Vector) or isinstance(source, Vector):
+        return _packed(b, to, source, dtype)
     if isinstance(source, Name) and source.text not in ("global_smem", *b.named):
         raise unknown(instruction)
-    slot = b.slot(source, dtype)
+    return plain(dtype, dtype, lambda x: x[()])(b, instruction)  # of None a TypeError
+
+
+def _packed(b: Build, to: Any, source: Any, dtype: np.dtype) -> Step:
+    """Packs several registers into one, the lowest first, or the reverse."""
+    packs = isinstance(source, Vector)
+    count = len((source if packs else to).items)
+    part, whole = np.dtype(f"u{dtype.itemsize // count}"), b.slot(to if packs else source, dtype)
+    slots = enumerate(b.vector(source if packs else to, part))
+    parts = [(x, dtype.type(8 * part.itemsize * i)) for i, x in slots if x is not None]
 
     def step(m: Machine, mask: Mask) -> None:
-        value = m.R[slot]
-        if value is None:
-            raise TypeError
-        m.put(to, value, mask)
-
-    return step
-
-
-def _pack(b: Build, to: int, source: Vector, dtype: np.dtype) -> Step:
-    part = np.dtype(f"u{dtype.itemsize // len(source.items)}")
-    slots = [b.slot(item, part) for item in source.items]
-    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
-
-    def step(m: Machine, mask: Mask) -> None:
-        parts = (m.R[slot].astype(dtype) << shift for slot, shift in zip(slots, shifts))
-        m.put(to, functools.reduce(or_, parts), mask)
-
-    return step
-
-
-def _unpack(slots: list[int | None], source: int, dtype: np.dtype) -> Step:
-    part = np.dtype(f"u{dtype.itemsize // len(slots)}")
-    shifts = [dtype.type(8 * part.itemsize * i) for i in range(len(slots))]
-
-    def step(m: Machine, mask: Mask) -> None:
-        for slot, shift in zip(slots, shifts):
-            if slot is not None:
-                m.put(slot, (m.R[source] >> shift).astype(part), mask)
+        if packs:
+            values = (m.R[slot].astype(dtype) << shift for slot, shift in parts)
+            m.put(whole, functools.reduce(or_, values), mask)
+            return
+        for slot, shift in parts:
+            m.put(slot, (m.R[whole] >> shift).astype(part), mask)
 
     return step
 
@@ -103,7 +86,7 @@ def _conversion(
 
 @opcode("ld.param")
 def _ld_param(b: Build, instruction: Instruction) -> Step:
-    """A parameter, or the one whose address a register has: the compiler makes both of a choice."""
+    """A parameter by name or, where the compiler chooses between two, by address."""
     to, name = instruction.args
     if not isinstance(to, int):
         raise unknown(instruction)
@@ -133,10 +116,7 @@ def _ld_chosen(b: Build, to: int, operand: Address, kind: np.dtype) -> Step:
 @opcode("cvta.global", "cvta.to.global")
 def _cvta(b: Build, instruction: Instruction) -> Step:
     """cvta (9.7.9.20): a global address is its own generic address."""
-    to, source = instruction.args
-    assert isinstance(to, int)
-    slot = b.slot(source, np.uint64)
-    return lambda m, mask: m.put(to, m.full(slot), mask)
+    return plain(TYPES["u64"], TYPES["u64"], lambda x: x[()])(b, instruction)
 
 
 @opcode("st.param")
@@ -162,32 +142,22 @@ def _policy(b: Build, instruction: Instruction) -> Step:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@opcode("ld.global", "ld.shared", "ld.shared::cta")
-def _ld(b: Build, i: Instruction) -> Step:
-    """ld (9.7.9.8); cache operators and hints change no result."""
-    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
-    slots = b.vector(i.args[0], dtype)
-    slot, offset = address_of(b, i.args[1], np.uint64 if in_global else np.uint32)
-    if i.type.startswith("s"):  # a wider register has the sign extended
+@opcode(*(f"{op}.{space}" for op in ("ld", "st") for space in ("global", "shared", "shared::cta")))
+def _access(b: Build, i: Instruction) -> Step:
+    """ld (9.7.9.8) and st (9.7.9.11); cache operators and hints change no result."""
+    load, in_global, dtype = i.mods[0] == "ld", i.mods[1] == "global", CLASSES[i.type]
+    registers, place = i.args[:2] if load else (i.args[1], i.args[0])
+    slots = b.vector(registers, dtype)
+    slot, offset = address_of(b, place, np.uint64 if in_global else np.uint32)
+    if load and i.type.startswith("s"):  # a wider register has the sign extended
         dtype = np.dtype(f"i{dtype.itemsize}")
 
     def step(m: Machine, mask: Mask) -> None:
-        load = functools.partial(m.memory.load, m) if in_global else m.shared.load
-        rows = load(m.index(mask), m.addresses(slot, offset, mask), dtype, len(slots))
-        m.put_rows(slots, rows, mask)
-
-    return step
-
-
-@opcode("st.global", "st.shared", "st.shared::cta")
-def _st(b: Build, i: Instruction) -> Step:
-    """st (9.7.9.11)."""
-    in_global, dtype = i.mods[1] == "global", CLASSES[i.type]
-    slot, offset = address_of(b, i.args[0], np.uint64 if in_global else np.uint32)
-    slots = b.vector(i.args[1], dtype)
-
-    def step(m: Machine, mask: Mask) -> None:
-        store = functools.partial(m.memory.store, m) if in_global else m.shared.store
-        store(m.index(mask), m.addresses(slot, offset, mask), m.rows(slots, mask, dtype))
+        memory = m.memory if in_global else m.shared
+        lanes, addresses = m.index(mask), m.addresses(slot, offset, mask)
+        if load:
+            m.put_rows(slots, memory.load(lanes, addresses, dtype, len(slots)), mask)
+        else:
+            memory.store(lanes, addresses, m.rows(slots, mask, dtype))
 
     return step

@@ -1,6 +1,6 @@
-"""Parser of PTX: text -> basic blocks of instructions whose registers are numbered slots.
+"""Parser of PTX: text -> basic blocks of instructions, with numbered slots for registers.
 
-Section numbers in this package are those of the PTX ISA 9.1.
+Section numbers in this package refer to the PTX ISA 9.1.
 """
 
 import re
@@ -19,10 +19,16 @@ WARP = 32
 """Threads of a warp."""
 U8, U16, U32, U64 = (np.dtype(f"u{n}") for n in (1, 2, 4, 8))
 BOOL = np.dtype(bool)
-CLASSES = {"pred": BOOL, "b8": U8, "s8": U8, "u8": U8, "b16": U16, "s16": U16, "u16": U16,
-           "f16": U16, "b32": U32, "s32": U32, "u32": U32, "f32": U32, "b64": U64, "s64": U64,
-           "u64": U64, "f64": U64}  # fmt: skip
-"""Type of a register or parameter -> dtype of its bits."""
+TYPES = {"pred": BOOL, "bf16": U16} | {
+    f"{kind}{8 * size}": np.dtype(f"{name}{size}")
+    for kind, name in {"b": "u", "u": "u", "s": "i", "f": "f"}.items()
+    for size in ((2, 4, 8) if kind == "f" else (1, 2, 4, 8))
+}
+"""Type of an operand -> dtype of its numbers; numpy has no bf16, which are bits."""
+CLASSES = {"pred": BOOL, "f16x2": U32, "bf16x2": U32} | {
+    kind: np.dtype(f"u{dtype.itemsize}") for kind, dtype in TYPES.items() if kind != "pred"
+}
+"""Type of a register, a parameter or an element in memory -> dtype of its bits."""
 SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z",
            "%laneid")  # fmt: skip
 ENDS = ("bra", "ret", "exit", "trap", "bar", "barrier", "mbarrier.try_wait")
@@ -70,7 +76,7 @@ def literal(operand: object) -> int:
 WRITES_NONE = ("st", "stmatrix", "red.", "call", "trap", "cp", "mbarrier.init",
                "mbarrier.inval", "tcgen05.st", "tcgen05.mma", "tcgen05.commit", "tcgen05.alloc",
                "tcgen05.dealloc")  # fmt: skip
-"""Instructions whose first operand is not a register that they write."""
+"""Instructions that do not write their first operand."""
 
 
 @dataclass(slots=True)
@@ -206,18 +212,26 @@ class _Parser:
                 continue
             first = number if not pending else first
             pending = f"{pending} {line}".strip()
-            if pending.startswith((".loc", ".file", ".pragma")):
-                self._directive(pending)
-                pending = ""
-            while match := re.match(r"([\w$]+):\s*", pending):
-                self._label(match[1])
-                pending = pending[match.end() :]
+            pending = self._noted(pending)
             while ";" in pending:
                 statement, _, pending = pending.partition(";")
                 pending = pending.strip()
                 self._statement(statement.strip(), first)
         if not self.program.blocks[-1]:
             self.program.blocks.pop()
+
+    def _noted(self, text: str) -> str:
+        """A text without the directive or the labels that it begins with, which are noted."""
+        if text.startswith((".loc", ".file", ".pragma")):
+            if match := re.match(r"\.loc\s+(\d+)\s+(\d+)", text):
+                self.source = f"{Path(self.files.get(match[1], '?')).name}:{match[2]}"
+            return ""
+        while match := re.match(r"([\w$]+):\s*", text):
+            if self.program.blocks[-1]:
+                self.program.blocks.append([])
+            self.program.labels[self._inner(match[1])] = len(self.program.blocks) - 1
+            text = text[match.end() :]
+        return text
 
     def _inner(self, name: str) -> str:
         """A new name of inline assembly is known in its braces alone."""
@@ -229,15 +243,6 @@ class _Parser:
             if f"{name}@{scope}" in self.slots:
                 return f"{name}@{scope}"
         return name
-
-    def _directive(self, text: str) -> None:
-        if match := re.match(r"\.loc\s+(\d+)\s+(\d+)", text):
-            self.source = f"{Path(self.files.get(match[1], '?')).name}:{match[2]}"
-
-    def _label(self, name: str) -> None:
-        if self.program.blocks[-1]:
-            self.program.blocks.append([])
-        self.program.labels[self._inner(name)] = len(self.program.blocks) - 1
 
     def _statement(self, text: str, line: int) -> None:
         if match := re.match(r"\.reg\s+\.(\w+)\s+(.*)$", text):

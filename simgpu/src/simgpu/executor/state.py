@@ -22,24 +22,12 @@ BITS = {2: 0xDEAD, 4: 0xDEADBEEF, 8: 0xDEADBEEFDEADBEEF, 1: 0}
 
 
 class LaneState:
-    """The lanes of some thread blocks; `Machine` adds memory and control flow.
-
-    Args:
-        program: the kernel.
-        registers: slot -> value before the first instruction.
-        threads: threads of a block.
-        blocks: which thread blocks these are, as linear numbers, x fastest.
-        counters: what counts instructions and memory accesses, if anything does.
-    """
+    """The lanes of some thread blocks; `Machine` adds memory and control flow, and says of what."""
 
     def __init__(
-        self,
-        program: Program,
-        registers: list[Any],
-        threads: int,
-        blocks: Array,
+        self, program: Program, registers: list[Any], threads: int, blocks: Array,
         counters: Counters | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.program, self.counters = program, counters
         self.R = registers
         self.unwritten: dict[int, Array] = {}
@@ -130,7 +118,7 @@ class LaneState:
             self.put(slot, whole, mask)
 
     def whole_warps(self, mask: Mask, what: str) -> None:
-        """Raises unless a warp's threads take part together, as `.aligned` and -1 masks ask for."""
+        """Raises unless a warp's threads take part together, as `.sync` asks for."""
         if mask is not None:
             counts = mask.reshape(-1, WARP).sum(1)
             broken = np.flatnonzero((counts > 0) & (counts < WARP))

@@ -7,11 +7,11 @@ import numpy as np
 
 from simgpu.executor.build import Build, address_of, opcode, unknown
 from simgpu.executor.errors import LaneError
+from simgpu.executor.flight import COLUMNS, LANES, Cells, TensorMemory
 from simgpu.executor.machine import Machine, Step
 from simgpu.executor.ptx import WARP, Array, Instruction, literal
 from simgpu.executor.state import Mask
 from simgpu.executor.tensor import product, read_operand, widened
-from simgpu.executor.tensor_memory import COLUMNS, LANES, Cells, TensorMemory
 
 KINDS = {0: "f16", 1: "bf16"}
 """Field of an instruction descriptor -> number format."""
@@ -25,7 +25,6 @@ def _alloc(b: Build, i: Instruction) -> Step:
     count = literal(i.args[1])
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "tcgen05.alloc")
         for lane, address in m.each(mask, slot, offset)[::WARP]:
             taken = m.tensor.of(lane).allocated
             column = max((start + width for start, width in taken.items()), default=0)
@@ -44,7 +43,6 @@ def _dealloc(b: Build, i: Instruction) -> Step:
     slot = b.slot(i.args[0], np.uint32)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "tcgen05.dealloc")
         for lane in m.index(mask)[::WARP]:
             column = int(m.full(slot)[lane])
             users, now = m.tensor.of(lane).users, m.epoch[m.block[lane]]
@@ -58,19 +56,6 @@ def _dealloc(b: Build, i: Instruction) -> Step:
 
 
 # --- loads and stores -----------------------------------------------------------------------------
-
-
-def _operands(
-    b: Build, i: Instruction, load: bool
-) -> tuple[list[int | None], int, np.unsignedinteger, int | None]:
-    """(registers, slot and offset of the address, columns between the halves) of a ld or st."""
-    args, half = list(i.args), None
-    registers = args.pop(0 if load else -1)
-    if "16x32bx2" in i.mods:
-        half = literal(args[1])
-    elif "32x32b" not in i.mods:
-        raise unknown(i)
-    return b.vector(registers, np.uint32), *address_of(b, args[0], np.uint32), half
 
 
 def _cells(
@@ -107,57 +92,45 @@ def _bit(warp: Array) -> Array:
     return np.left_shift(np.uint8(1), (warp // 4).astype(np.uint8))
 
 
-@opcode("tcgen05.ld.sync.aligned")
-def _ld(b: Build, i: Instruction) -> Step:
-    slots, slot, offset, half = _operands(b, i, load=True)
+@opcode("tcgen05.ld.sync.aligned", "tcgen05.st.sync.aligned")
+def _access(b: Build, i: Instruction) -> Step:
+    """tcgen05.ld: a register is ready when it is read (9.7.16.6.4.5); tcgen05.st is the reverse."""
+    args, half, load = list(i.args), None, i.mods[1] == "ld"
+    slots = b.vector(args.pop(0 if load else -1), np.uint32)
+    slot, offset = address_of(b, args[0], np.uint32)
+    if "16x32bx2" in i.mods:
+        half = literal(args[1])
+    elif "32x32b" not in i.mods:
+        raise unknown(i)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "tcgen05.ld")
         lanes = m.index(mask)
-        values = np.empty((len(slots), len(lanes)), np.uint32)
+        values = np.empty((len(slots), len(lanes)), np.uint32) if load else m.rows(slots, mask)
         for mine, memory, cells in _cells(m, mask, slot, offset, len(slots), half):
-            memory.reads(lanes[mine][0], "tcgen05.ld", cells)
-            values[:, mine] = memory.cells[cells]
-            memory.loading[cells] |= _bit(m.warp[lanes[mine]])
-        m.put_rows(slots, values, mask)  # a register is ready when it is read (9.7.16.6.4.5)
+            lane, warp = lanes[mine][0], m.warp[lanes[mine]]
+            if load:
+                memory.reads(lane, "tcgen05.ld", cells)
+                values[:, mine] = memory.cells[cells]
+                memory.loading[cells] |= _bit(warp)
+            else:
+                memory.writes(lane, "tcgen05.st", cells)
+                memory.cells[cells] = values[:, mine]
+                memory.storing[cells] = warp + 1
+        if load:
+            m.put_rows(slots, values, mask)
 
     return step
 
 
-@opcode("tcgen05.wait::ld.sync.aligned")
-def _wait_ld(b: Build, i: Instruction) -> Step:
+@opcode("tcgen05.wait::ld.sync.aligned", "tcgen05.wait::st.sync.aligned")
+def _wait(b: Build, i: Instruction) -> Step:
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "tcgen05.wait::ld")
         for lane in m.index(mask)[::WARP]:
-            warp = m.warp[lane]
-            rows = slice(warp % 4 * WARP, (warp % 4 + 1) * WARP)
-            m.tensor.of(lane).loading[rows] &= ~_bit(warp)
-
-    return step
-
-
-@opcode("tcgen05.st.sync.aligned")
-def _st(b: Build, i: Instruction) -> Step:
-    slots, slot, offset, half = _operands(b, i, load=False)
-
-    def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "tcgen05.st")
-        lanes, values = m.index(mask), m.rows(slots, mask)
-        for mine, memory, cells in _cells(m, mask, slot, offset, len(slots), half):
-            memory.writes(lanes[mine][0], "tcgen05.st", cells)
-            memory.cells[cells] = values[:, mine]
-            memory.storing[cells] = m.warp[lanes[mine]] + 1
-
-    return step
-
-
-@opcode("tcgen05.wait::st.sync.aligned")
-def _wait_st(b: Build, i: Instruction) -> Step:
-    def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "tcgen05.wait::st")
-        for lane in m.index(mask)[::WARP]:
-            storing = m.tensor.of(lane).storing
-            storing[storing == m.warp[lane] + 1] = 0
+            memory, warp = m.tensor.of(lane), m.warp[lane]
+            if i.mods[1] == "wait::ld":
+                memory.loading[warp % 4 * WARP : (warp % 4 + 1) * WARP] &= ~_bit(warp)
+            else:
+                memory.storing[memory.storing == warp + 1] = 0
 
     return step
 

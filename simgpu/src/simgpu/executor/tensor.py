@@ -61,13 +61,12 @@ def c_registers(c: Array) -> Array:
 @opcode("mma.sync.aligned.m16n8k16.row.col.f32")
 def _mma(b: Build, i: Instruction) -> Step:
     """mma.sync (9.7.15.5.14), one product a warp."""
-    _, _, _, _, _, _, _, kind, of_b, of_c = i.mods
+    *_, kind, of_b, of_c = i.mods
     if kind not in ("bf16", "f16") or of_b != kind or of_c != "f32":
         raise unknown(i)
     d, *inputs = (b.vector(arg, np.uint32) for arg in i.args)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "mma.sync")
         a, x, c = (m.rows(slots, mask) for slots in inputs)
         result = product(a_fragment(a, kind), b_fragment(x, kind), c_fragment(c))
         m.put_rows(d, c_registers(result), mask)
@@ -92,7 +91,6 @@ def _matrices(b: Build, i: Instruction) -> Step:
     trans, count = "trans" in i.mods, len(slots)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, i.mods[0])
         rows = m.index(mask).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
         addresses = (m.full(slot) + offset)[rows]
         if load:
@@ -122,8 +120,8 @@ def chunk_addresses(
 
     Args:
         start: address of each matrix (matrices,).
-        leading: leading-dimension byte offset of each.
-        stride: stride-dimension byte offset of each.
+        leading: byte offset of each in the leading dimension.
+        stride: byte offset of each in the stride dimension.
         swizzle: bytes of the swizzle's row: 0, 32, 64 or 128.
         size: M or N.
         transposed: the chunks run along M or N, not along K.
@@ -149,7 +147,7 @@ def chunk_addresses(
 
 
 def swizzled(address: Array, swizzle: int) -> Array:
-    """Addresses whose bits from 4 on are changed by those from 7 on: 3, 2 or 1 of them."""
+    """Addresses with bits 4, 5 and 6 (or fewer) changed by bits 7, 8 and 9."""
     if not swizzle:
         return address
     ones = swizzle // 16 - 1
@@ -173,23 +171,14 @@ def read_descriptor(values: Array, tcgen05: bool) -> tuple[Array, Array, Array, 
     return fields[0], fields[1], fields[2], table[int(kinds[0])]
 
 
-Marks = Callable[[Array, Array], None]
-
-
 def read_operand(
-    m: Machine,
-    lanes: Array,
-    descriptors: Array,
-    tcgen05: bool,
-    size: int,
-    transposed: bool,
-    kind: str,
-    marks: Marks,
-) -> Array:
+    m: Machine, lanes: Array, descriptors: Array, tcgen05: bool, size: int, transposed: bool,
+    kind: str, marks: Callable[[Array, Array], None],
+) -> Array:  # fmt: skip
     """Operands in shared memory (matrices, size, 16), and `marks(lanes, units)` called for them.
 
     Args:
-        lanes: a lane for each matrix, that of the thread that asks for it.
+        lanes: for each matrix the thread that asks for it.
         descriptors: one for each matrix.
     """
     start, leading, stride, swizzle = read_descriptor(descriptors, tcgen05)

@@ -93,7 +93,7 @@ def watched(step: Step, i: Instruction, suspicious: set[int]) -> Step:
 
 
 def followed(step: Step, i: Instruction) -> Step:
-    """A load whose registers are as if never written in the lanes whose load is in a race."""
+    """A load: in lanes that are in a race, its registers are as if never written."""
 
     def load(m: Machine, mask: Mask) -> None:
         m.memory.torn = torn = np.zeros(m.size, bool)
@@ -165,7 +165,7 @@ def _mark(m: Machine, mask: Mask, slot: int, marks: Array) -> None:
 
 
 def _handed_on(m: Machine, mask: Mask, step: Step, i: Instruction) -> dict[int, Array]:
-    """Slot -> marks of what an instruction writes, given those of what it reads."""
+    """Slot -> marks of the registers that an instruction writes, by the marks of what it reads."""
     to, *args = i.args
     none = np.zeros(m.size, np.uint8)
     marks = {slot: m.unwritten.get(slot, none) for slot in i.reads}

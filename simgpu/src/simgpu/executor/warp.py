@@ -2,16 +2,14 @@
 
 import numpy as np
 
+from simgpu.executor.atomics import CHANGES
 from simgpu.executor.build import Build, opcode, unknown
-from simgpu.executor.lanes import TYPES
 from simgpu.executor.machine import Machine, Step
-from simgpu.executor.ptx import WARP, Immediate, Instruction, Vector
+from simgpu.executor.ptx import TYPES, WARP, Immediate, Instruction, Vector
 from simgpu.executor.state import Mask
 
 ALL = (Immediate(-1), Immediate(0xFFFFFFFF))
 """Masks of members that Triton writes: all threads of the warp."""
-
-
 FROM = {"bfly": np.bitwise_xor, "idx": lambda own, n: n & 31, "up": np.subtract, "down": np.add}
 """Mode of a shuffle -> the lane that a lane reads, of its own number and the second operand."""
 
@@ -26,17 +24,12 @@ def _shfl(b: Build, i: Instruction) -> Step:
     of, by = b.slot(source, np.uint32), b.slot(lane, np.uint32)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "shfl.sync")
         own = m.tid % WARP
         at = FROM[mode](own, m.R[by].astype(np.int64))
         at = np.where((at < 0) | (at > 31), own, at) + (m.lanes - own)
         m.put(to, m.full(of)[at], mask)
 
     return step
-
-
-REDUCE = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-          "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
 
 
 @opcode("redux.sync")
@@ -47,11 +40,10 @@ def _redux(b: Build, i: Instruction) -> Step:
     if mods or not isinstance(to, int):
         raise unknown(i)
     dtype = TYPES[kind]
-    f = {"min": np.fmin, "max": np.fmax}[name] if kind == "f32" else REDUCE[name]
+    f = {"min": np.fmin, "max": np.fmax}[name] if kind == "f32" else CHANGES[name]
     of, who = b.slot(source, np.uint32), b.slot(members, np.uint32)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "redux.sync")
         if (m.full(who)[m.index(mask)] != 0xFFFFFFFF).any():
             raise unknown(i)
         values = m.full(of).view(dtype).reshape(-1, WARP)
@@ -69,7 +61,6 @@ def _elect(b: Build, i: Instruction) -> Step:
     lane, chosen = b.vector(to, np.uint32)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole_warps(mask, "elect.sync")
         if lane is not None:
             m.put(lane, np.uint32(0), mask)
         if chosen is not None:
@@ -85,4 +76,4 @@ def _nothing(b: Build, i: Instruction) -> Step:
     The threads of a warp that meet (9.7.13.2) are together anyway, accesses to registers
     (9.7.15.7.1) in order, and other blocks of the multiprocessor may allocate whatever they like.
     """
-    return lambda m, mask: m.whole_warps(mask, i.op)
+    return lambda m, mask: None
