@@ -65,7 +65,6 @@ SHORTER = [
     (r"^python -m kernels\.aot( --static)?$", r"\g<0> --only _reduce_partials"),
     (r"^python -m kernels\.aot.*$", r"\g<0> --arch 90"),
     (r"^(python -m tests.proof.execute.coverage).*$", r"\1 --only rotary"),
-    (r"^(python -m \S+\.profile) attention --arch 90.*$", r"\1 rotary --arch 90"),
     (r"48 1600 50257", "2 64 100"),
     (r"^python -m tests.faults.hostile$", r"\g<0> --cases 5 --out out.json"),
     (r"--only norm\b", "--only _reduce_partials"),

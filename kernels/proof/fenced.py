@@ -10,14 +10,13 @@ if CHECKOUT.is_dir():  # after what is installed
     sys.path.append(str(CHECKOUT))
 try:
     import simgpu.executor as executor
-    from simgpu.executor.counters import NAMES, Counters
-    from simgpu.executor.launch import built, compile_launch, execute, run_launch
+    from simgpu.executor import compile_launch, execute, run_launch
 except ImportError as error:
     raise ImportError(
         "compiled kernels are executed by simgpu.executor, which is not installed:"
         " pip install ./simgpu in a checkout of fastgpt"
     ) from error
 
-__all__ = ["NAMES", "Counters", "built", "compile_launch", "execute", "executor", "run_launch"]
+__all__ = ["compile_launch", "execute", "executor", "run_launch"]
 
 executor.around_compilation.append(fences.compile_with_fences)

@@ -1,7 +1,7 @@
 """Executes the PTX of compiled Triton kernels on a CPU, and finds the faults in it.
 
 Each thread of the GPU is one lane of numpy arrays. It needs numpy alone; compiling a kernel needs
-Triton. From the bottom up: `ptx` (parser), `counters` (a profile), `state` (the lanes' registers),
+Triton. From the bottom up: `ptx` (parser), `state` (the lanes' registers),
 `memory` (global), `shared`, `flight` (what is under way, and tensor memory), `flow` (the order of a
 program's parts), `machine` (thread blocks in lockstep), `unwritten`, `build` (instructions to
 steps), `formats` (numbers); the instructions in `arithmetic`, `moves`, `atomics`, `warp`, `tensor`
@@ -19,7 +19,6 @@ Kernels of yours, whatever launches them:
 Here y holds the result, or a `FaultError` says what is wrong and in which thread and line.
 """
 
-from simgpu.executor.counters import Counters
 from simgpu.executor.errors import FaultError, UnknownPtxError
 from simgpu.executor.launch import (
     Compiled,
@@ -33,6 +32,6 @@ from simgpu.executor.launch import (
 )
 
 __all__ = [
-    "Compiled", "Counters", "FaultError", "Launch", "UnknownPtxError", "around_compilation",
+    "Compiled", "FaultError", "Launch", "UnknownPtxError", "around_compilation",
     "compile_launch", "execute", "executed_on_cpu", "run_launch", "run_ptx",
 ]  # fmt: skip

@@ -102,8 +102,6 @@ def _wgmma(b: Build, i: Instruction) -> Step:
         result = product(left, right.swapaxes(1, 2), np.where(kept, before, np.float32(0)))
         rows = c_registers(result.reshape(-1, 16, columns))
         m.late.defer(d, rows, lanes, m.groups.group[lanes])
-        if m.counters is not None:
-            m.counters.add("multiply_adds", 16 * result.size)
 
     return step
 

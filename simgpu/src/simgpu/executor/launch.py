@@ -17,7 +17,6 @@ import numpy as np
 
 from simgpu.executor import arithmetic, atomics, groups, moves, tcgen05, warp  # noqa: F401  (they register)
 from simgpu.executor.build import Build
-from simgpu.executor.counters import Counters
 from simgpu.executor.errors import FaultError, UnknownPtxError
 from simgpu.executor.machine import Machine
 from simgpu.executor.memory import GlobalMemory, Region, smallest_access
@@ -54,7 +53,6 @@ def run_ptx(
     *,
     regions: Sequence[Region] = (),
     lanes: int = LANES,
-    counters: Counters | None = None,
 ) -> GlobalMemory:
     """Executes a launch of compiled PTX; tensors are changed in place.
 
@@ -70,7 +68,6 @@ def run_ptx(
             has beyond them (scratch memory) are 0.
         regions: the tensors that it may touch.
         lanes: threads that run at a time, in whole blocks.
-        counters: what the launch's instructions and memory accesses are added to.
 
     Returns:
         GlobalMemory: with the marks of what was read and written.
@@ -89,33 +86,26 @@ def run_ptx(
     memory = GlobalMemory(regions, smallest_access(program, "global"))
     threads = 32 * kernel.warps
     at_once = max(1, lanes // threads)
-    if counters is not None:
-        counters.start(program, kernel.warps)
-        counters.thread_blocks += blocks
     machine = functools.partial(
         Machine, params=params, grid=whole, threads=threads, shared=kernel.shared, memory=memory
     )
     with np.errstate(all="ignore"):
         for first in range(0, blocks, at_once):
             here = np.arange(first, min(first + at_once, blocks))
-            _run(kernel.ptx, functools.partial(machine, blocks=here), memory, counters)
-    if counters is not None:
-        counters.finish(memory.touched())
+            _run(kernel.ptx, functools.partial(machine, blocks=here), memory)
     return memory
 
 
-def _run(
-    ptx: str, machine: Callable[..., Machine], memory: GlobalMemory, counters: Counters | None
-) -> None:
+def _run(ptx: str, machine: Callable[..., Machine], memory: GlobalMemory) -> None:
     """Runs thread blocks; again, if there was a race, to see whether anything depends on it."""
 
-    def run(follow: bool = False, **given: Any) -> None:
+    def run(follow: bool = False) -> None:
         build = built(ptx, follow=True) if follow else built(ptx)  # by the keys of its cache
-        machine(build.program, build.blocks, build.registers(), **given).run()
+        machine(build.program, build.blocks, build.registers()).run()
 
     fault = None
     try:
-        run(counters=counters)
+        run()
     except FaultError as error:
         fault = error
     if memory.raced():

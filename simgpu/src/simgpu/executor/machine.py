@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from simgpu.executor.counters import Counters
 from simgpu.executor.errors import FaultError, LaneError
 from simgpu.executor.flight import Copies, LateRegisters, Mbarriers, TensorMemories, WarpGroups
 from simgpu.executor.memory import GlobalMemory, smallest_access
@@ -34,15 +33,14 @@ class Machine(LaneState):
         blocks: which thread blocks run here, as linear numbers, x fastest.
         shared: bytes of shared memory of a block.
         memory: global memory.
-        counters: what counts instructions and memory accesses, if anything does.
     """
 
     def __init__(
         self, program: Program, steps: list[list[Step]], registers: list[Any], *,
         params: dict[str, Any], grid: tuple[int, int, int], threads: int, blocks: Array,
-        shared: int, memory: GlobalMemory, counters: Counters | None = None,
+        shared: int, memory: GlobalMemory,
     ) -> None:  # fmt: skip
-        super().__init__(program, registers, threads, blocks, counters)
+        super().__init__(program, registers, threads, blocks)
         self.steps, self.params, self.memory, memory.m = steps, params, memory, self
         self.rank = program.rank
         self.shared = SharedMemory(self, shared, smallest_access(program, "shared"))
@@ -87,9 +85,6 @@ class Machine(LaneState):
         while self.fronts:
             number = self._next()
             mask = self.fronts.pop(number)
-            if self.counters is not None:
-                warps = np.unique(self.index(mask) // WARP)
-                self.counters.enter(number, len(warps))
             at = 0
             try:
                 for step in self.steps[number]:

@@ -197,11 +197,6 @@ class GlobalMemory:
             out[:, at.chosen] = view(segment.data, dtype)[index]
         return out
 
-    def touched(self) -> int:
-        """Returns the bytes that were read, each once, and those that were written."""
-        marks = (mark for s in self.segments for mark in (s.reader, s.writer))
-        return self.unit * sum(int(np.count_nonzero(mark)) for mark in marks)
-
     def store(self, lanes: Array, addresses: Array, values: Array) -> None:
         """Writes `values` (count, lanes)."""
         m, size = self.m, values.itemsize * len(values)
@@ -276,8 +271,6 @@ class GlobalMemory:
     def _parts(self, lanes: Array, addresses: Array, size: int, does: str) -> Iterator[_Access]:
         """An access that is allowed, by storage."""
         m = self.m
-        if m.counters is not None:
-            m.counters.in_global(m.size, lanes, addresses, size)
         wrong = np.flatnonzero(addresses % np.uint64(size))
         if len(wrong):
             where = self._named(int(addresses[wrong[0]]))

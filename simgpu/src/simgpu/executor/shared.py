@@ -37,8 +37,6 @@ class SharedMemory:
     def place(self, lanes: Array, addresses: Array, size: int, does: str) -> Array:
         """Byte offsets of accesses of `size` bytes; a fault if misaligned or out of bounds."""
         addresses = addresses.astype(np.int64)
-        if self.m.counters is not None and addresses.ndim == 1:  # products pass no load/store unit
-            self.m.counters.in_shared(self.m.size, lanes, addresses, size)
         wrong = (addresses % size != 0) | (addresses + size > self.size)
         if wrong.any():
             n = int(np.argwhere(wrong)[0][0])

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from simgpu.executor.counters import Counters
 from simgpu.executor.errors import LaneError
 from simgpu.executor.ptx import WARP, Array, Program
 
@@ -24,12 +23,8 @@ BITS = {2: 0xDEAD, 4: 0xDEADBEEF, 8: 0xDEADBEEFDEADBEEF, 1: 0}
 class LaneState:
     """The lanes of some thread blocks; `Machine` adds memory and control flow, and says of what."""
 
-    def __init__(
-        self, program: Program, registers: list[Any], threads: int, blocks: Array,
-        counters: Counters | None,
-    ) -> None:  # fmt: skip
-        self.program, self.counters = program, counters
-        self.R = registers
+    def __init__(self, program: Program, registers: list[Any], threads: int, blocks: Array) -> None:
+        self.program, self.R = program, registers
         self.unwritten: dict[int, Array] = {}
         """Slot -> lanes that never wrote it, as marks: see `unwritten`."""
         self.threads, self.warps = threads, threads // WARP

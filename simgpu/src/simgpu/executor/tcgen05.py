@@ -205,8 +205,6 @@ def _mma(b: Build, i: Instruction) -> Step:
             if kept:
                 memory.reads(lane, "tcgen05.mma", shape.cells(to, shape.columns))
             memory.queue.append(_later(m, memory, shape, to, left, right, kept, held))
-            if m.counters is not None:
-                m.counters.add("multiply_adds", 16 * shape.rows * shape.columns)
 
     return step
 

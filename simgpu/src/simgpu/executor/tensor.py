@@ -70,8 +70,6 @@ def _mma(b: Build, i: Instruction) -> Step:
         a, x, c = (m.rows(slots, mask) for slots in inputs)
         result = product(a_fragment(a, kind), b_fragment(x, kind), c_fragment(c))
         m.put_rows(d, c_registers(result), mask)
-        if m.counters is not None:
-            m.counters.add("multiply_adds", 16 * result.size)
 
     return step
 
