@@ -71,6 +71,6 @@ def test_a_launch_compiles_our_kernels_with_them(monkeypatch, arch, module, inst
     runtime.launch(kernel, (1,), SimpleNamespace(device=torch.device("cuda", 0)))
     fence = "cp.async.wait_group \t1;\n\tfence.proxy.async.shared::cta;\nbar.sync"
     assert (fence in kernel.compiled) == added
-    assert (kernel.key == ("fences", "fences")) == (arch in (100, 103) and module == OURS)
+    assert (kernel.key == (fences.KEY, fences.KEY)) == (arch in (100, 103) and module == OURS)
     kernel.launched()  # by somebody else: the hook stays, and does nothing
     assert (kernel.compiled, kernel.key) == (kernel.ptx, ("", ""))
