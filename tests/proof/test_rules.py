@@ -16,7 +16,7 @@ from tests.processes import python
 FORM = {
     "error": "", "registers": 40, "spilled": 0, "shared": 1000, "columns": 0, "instructions": 100,
     "units": {"alu": 60, "fp32": 40}, "mma": {"HGMMA": 4},
-    "fences": {"bar.sync": 3, "fence.proxy.async": 1}, "blocks": 8, "clocks": 50.0, "problems": [],
+    "fences": {"bar.sync": 3, "fence.proxy.async": 2}, "blocks": 8, "clocks": 50.0, "problems": [],
 }  # fmt: skip
 RESULT = {"fault": "", "digests": {"output 0": "a"}, "errors": {"output 0": 1e-3}, "wrong": []}
 REPORT = {"forms": {"sm_90 k c": FORM}, "results": {"sm_90 op p bf16": RESULT}}
@@ -37,8 +37,10 @@ CHANGES = [
     ("forms", {"instructions": 120, "units": {"alu": 80, "fp32": 40}},
      "instructions: instructions 100 -> 120 (alu 60 -> 80)", YES),
     ("forms", {"mma": {}}, "instructions: products by HGMMA 4 -> 0", YES),
-    ("forms", {"fences": {"bar.sync": 3}}, "fences: fence.proxy.async 1 -> 0", YES),
-    ("forms", {"fences": {"fence.proxy.async": 1}}, "fences: bar.sync 3 -> 0", NO),
+    ("forms", {"fences": {"bar.sync": 3}}, "fences: fence.proxy.async 2 -> 0", YES),
+    ("forms", {"fences": {"bar.sync": 3, "fence.proxy.async": 1}},
+     "fences: fence.proxy.async 2 -> 1", SMALL),
+    ("forms", {"fences": {"fence.proxy.async": 2}}, "fences: bar.sync 3 -> 0", NO),
     ("forms", {"blocks": 4}, "ceiling: thread blocks on a multiprocessor 8 -> 4", YES),
     ("forms", {"clocks": 60.0}, "ceiling: clocks 50.0 -> 60.0", YES),
     ("forms", {"clocks": 51.0}, "ceiling: clocks 50.0 -> 51.0", SMALL),
