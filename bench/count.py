@@ -157,7 +157,8 @@ ABOUT = """\
 # A training step, counted
 
 What a step of {recipe} with B = {batch}, T = {context} ({precision}, {optimizer}) launches and \
-moves on one GPU. It was counted on the [simulated GPU](../proof.md#the-simulated-gpu), which has no speed: \
+moves on one GPU. It was counted on the [simulated GPU](../proof.md#the-simulated-gpu), which has \
+no speed: \
 [bench/count.py](../../bench/count.py) says how, and the record is \
 [bench/results/counts.json](../../bench/results/counts.json).
 
