@@ -68,6 +68,8 @@ having = $(foreach x,$(stamps),$(if $(filter-out $(call words_of,$(x:$(VENV)/.in
 $(call env,%): pyproject.toml constraints.txt $(if $(usable),,.new-venv)
 	@echo $$PPID >$(VENV)/.installing
 	$(PY) -m pip install -c constraints.txt -e '.$(if $(filter-out core,$*),[$*])'
+	@! grep -sq torch.backends $(VENV)/lib/python*/site-packages/simgpu-*.dist-info/entry_points.txt \
+	|| $(PY) -m pip uninstall -q -y simgpu # earlier ones of ours ran at each import of torch
 	@mv $(VENV)/.installing $@ && touch -r $@ $(call env,core)
 
 .new-venv: .check-python

@@ -11,11 +11,12 @@ case also declares which tensor-core instruction its matrix products must become
 The exit status is 1 for a spilled register, more shared memory than the arch has, a kernel without
 its declared instruction, and a loop that waits for a load that it has just asked for.
 
---base compiles only what differs from a commit and compares it with that commit: more registers,
-memory, instructions or clocks, a lost fence or tensor-core instruction, a variant that is gone, and
-another bit of a result in the op's structural problems, executed for sm_90, are worse and exit with
-1. Without COMMIT it is HEAD if files of kernels/ are changed, else its parent. A line
-`Kernel-cost: TEXT` in the message of a later commit accepts the findings that contain TEXT.
+--base compares with a commit. It compiles the variants whose source, settings or fences differ, and
+executes for sm_90 the structural problems of the ops with changed files. More registers, memory,
+instructions or clocks, a loop that waits, fewer proxy fences, a lost tensor-core instruction, a
+variant that is gone, a fault, and another bit of a result are worse and exit with 1. Without COMMIT
+it is HEAD if files of kernels/ are changed, else its parent. A line `Kernel-cost: TEXT` in the
+message of a later commit accepts findings that contain TEXT, but no spill, wait, fault or error.
 --static adds the load of each unit in each main loop and the speed limit that follows
 (kernels.proof.sass). sm_103 and 121 count as sm_100 and 120.
 """
@@ -33,12 +34,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .proof.compile import CompileResult, Config, compile_all, fingerprint
-from .proof.report import configs_of, report, specs_of, what_differs
+from .proof.report import OPS, configs_of, folder, report, specs_of, unknown
 from .proof.rules import ARCHS, Report, aligned, compare, show, wrong
 from .proof.sass import DEVICES, UNITS
 from .runtime import INTERPRETING, family
 
 ROOT = Path(__file__).resolve().parents[1]
+NOT_SHARED = {f"{name}.py" for name in ("alias", "aot", "hub", "layers", "upgrade")}
+"""Files of kernels/ that no op uses."""
 
 
 class BadUsageError(Exception):
@@ -82,7 +85,10 @@ def static_table(rows: Iterable[CompileResult]) -> str:
 
 
 def git(*arguments: str) -> bytes:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True)
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True)
+    except FileNotFoundError:
+        raise BadUsageError("--base needs git, which was not found") from None
     if done.returncode:
         raise BadUsageError(f"git {' '.join(arguments)}: {done.stderr.decode().strip()}")
     return done.stdout
@@ -92,7 +98,18 @@ def usual_base() -> str:
     return "HEAD" if git("status", "--porcelain", "kernels") else "HEAD~1"
 
 
-def report_at(commit: str, known: Iterable[str], args: argparse.Namespace) -> Report:
+def touched_since(commit: str) -> list[str]:
+    """Returns the folders of ops with files that differ; all if a file that several use does."""
+    differ = git("diff", "--name-only", commit, "--", "kernels").decode().split()
+    new = git("ls-files", "--others", "--exclude-standard", "--", "kernels").decode().split()
+    parts = [Path(file).parts[1:] for file in (*differ, *new)]
+    shared = {part[0] for part in parts if len(part) == 1} - NOT_SHARED
+    return [op for op in OPS if shared or any(part[0] == op for part in parts)]
+
+
+def report_at(
+    commit: str, known: Iterable[str], touched: Sequence[str], args: argparse.Namespace
+) -> Report:
     """Reports what the kernels of a commit are compiled to, read by the present code."""
     with tempfile.TemporaryDirectory() as folder:
         there = Path(folder)
@@ -104,7 +121,8 @@ def report_at(commit: str, known: Iterable[str], args: argparse.Namespace) -> Re
         asked = ["--arch", *map(str, args.arch), "--jobs", str(args.jobs)]
         asked += ["--op", *args.op] if args.op else []
         command = [sys.executable, "-m", "fastgpt.kernels.proof.report", *asked]
-        command += ["--known", str(there / "known.json"), "--out", str(there / "report.json")]
+        command += ["--known", str(there / "known.json"), "--touched", *touched]
+        command += ["--out", str(there / "report.json")]
         paths = [folder, str(ROOT / "simgpu" / "src"), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         done = subprocess.run(command, env=env, cwd=folder, stdout=subprocess.DEVNULL)
@@ -116,11 +134,14 @@ def report_at(commit: str, known: Iterable[str], args: argparse.Namespace) -> Re
 def compare_with(commit: str, configs: Sequence[Config], args: argparse.Namespace) -> int:
     """Compares configurations with those of a commit; returns how many findings are worse."""
     commit = git("rev-parse", "--short", f"{commit}^{{commit}}").decode().strip()
-    old = report_at(commit, map(fingerprint, configs), args)
-    new, touched = what_differs(old["fingerprints"], configs, specs_of(args.op or ()))
-    log = git("log", "--format=%(trailers:key=Kernel-cost,valueonly)", f"{commit}..HEAD").decode()
+    touched = touched_since(commit)
+    old = report_at(commit, map(fingerprint, configs), touched, args)
+    new = unknown(configs, old["fingerprints"])
+    trailers = "--format=%(trailers:key=Kernel-cost,valueonly,unfold)"
+    log = git("log", trailers, f"{commit}..HEAD").decode()
     accepted = [line.strip() for line in log.splitlines() if line.strip()]
-    found = compare(old, report(new, touched, [90], jobs=args.jobs))
+    specs = [spec for spec in specs_of(args.op or ()) if folder(spec) in touched]
+    found = compare(old, report(new, specs, [90], jobs=args.jobs))
     worse = show(found, accepted)
     print(f"{len(new)} of {len(configs)} variants differ from {commit}, {worse} findings are worse")
     return worse
@@ -138,7 +159,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--arch", type=family, nargs="+", default=ARCHS, choices=ARCHS, help="GPU archs")
-    add("--op", nargs="+", metavar="OP", help="only the kernels of these folders, such as norm")
+    add(
+        "--op",
+        nargs="+",
+        choices=OPS,
+        metavar="OP",
+        help="only the kernels of these folders, such as norm",
+    )
     add("--only", nargs="+", default=[""], metavar="TEXT", help="only names that contain a TEXT")
     add("--base", nargs="?", const="", metavar="COMMIT", help="compare with a commit")
     add("--static", action="store_true", help="show the speed limit of each main loop")
@@ -169,6 +196,8 @@ def main(argv: list[str] | None = None) -> int:
         if not configs:
             asked = f"--op {' '.join(args.op)}" if args.op else f"--only {' '.join(args.only)}"
             raise BadUsageError(f"no configuration matches {asked}")
+        if args.base is not None and (args.static or args.only != [""]):
+            raise BadUsageError("--base takes neither --only nor --static")
         if args.base is None:
             return int(check(configs, args.jobs, static=args.static) > 0)
         return int(compare_with(args.base or usual_base(), configs, args) > 0)

@@ -99,6 +99,11 @@ class CompileResult:
     def key(self) -> str:
         return f"sm_{self.arch} {self.kernel} {self.config}"
 
+    @property
+    def waits(self) -> bool:
+        """True if a loop waits for a load that it has just asked for."""
+        return any(loop.waits for loop in self.loops)
+
     def ceiling(self, loop: Loop) -> Ceiling | None:
         """Returns the upper bound of the speed of one of its loops; see `sass.ceiling`."""
         return ceiling(loop, self.arch, self.warps, self.registers, self.shared, self.columns)
@@ -154,11 +159,11 @@ def fingerprint(config: Config) -> str:
     """Hashes everything that decides the machine code, except the compiler.
 
     These are the sources, what they are compiled for, and what adds fences, where it adds any;
-    comments, docstrings and line numbers do not count.
+    comments, docstrings and line numbers of kernels do not count.
     """
-    kernel, added = config.launch.kernel, ""
-    if config.declared.startswith(("HGMMA", "UTC")) and fences.needs_fence(config.arch):
-        added = _without_comments(fences.add_fences)
+    kernel = config.launch.kernel
+    fenced = config.declared.startswith(("HGMMA", "UTC")) and fences.needs_fence(config.arch)
+    added = getattr(fences, "KEY", "") if fenced else ""
     text = repr((config.arch, config.declared, specialised(config.launch), sources(kernel), added))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

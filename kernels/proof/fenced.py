@@ -6,8 +6,8 @@ from pathlib import Path
 from .. import fences
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "simgpu" / "src"
-if CHECKOUT.is_dir():  # after what is installed
-    sys.path.append(str(CHECKOUT))
+if CHECKOUT.is_dir():
+    sys.path.insert(0, str(CHECKOUT))
 try:
     import simgpu.executor as executor
     from simgpu.executor import compile_launch, execute, run_launch

@@ -33,6 +33,14 @@ from .rules import ARCHS, Report, wrong
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+def folder(spec: Spec) -> str:
+    """Returns the name of an op's folder."""
+    return spec.inputs.__module__.split(".")[-2]
+
+
+OPS = sorted(set(map(folder, SPECS.values())))
+
+
 # --- what is selected -----------------------------------------------------------------------------
 
 
@@ -49,7 +57,7 @@ def configs_of(
 def specs_of(ops: Sequence[str] = ()) -> list[Spec]:
     """Returns the specs whose results can be compared: those without random numbers."""
     found = [spec for spec in SPECS.values() if spec.random is None]
-    return [spec for spec in found if not ops or spec.inputs.__module__.split(".")[-2] in ops]
+    return [spec for spec in found if not ops or folder(spec) in ops]
 
 
 # --- what is reported -----------------------------------------------------------------------------
@@ -60,6 +68,7 @@ def figures(row: CompileResult) -> dict[str, Any]:
     tops = [top for loop in row.loops if (top := row.ceiling(loop))]
     return {
         **{name: value for name, value in asdict(row).items() if name != "loops"},
+        "waits": row.waits,
         "blocks": min((top.blocks for top in tops), default=0),
         "clocks": round(sum(top.clocks / max(1, top.blocks) for top in tops), 1),
         "problems": wrong(row),
@@ -141,21 +150,10 @@ def report(
     return {"triton": triton.__version__, "forms": forms, "results": results}
 
 
-# --- against an earlier commit --------------------------------------------------------------------
-
-
-def what_differs(
-    known: Iterable[str], configs: Sequence[Config], specs: Sequence[Spec]
-) -> tuple[list[Config], list[Spec]]:
-    """Returns the configurations whose fingerprints are not known, and the specs that have any."""
+def unknown(configs: Iterable[Config], known: Iterable[str]) -> list[Config]:
+    """Returns the configurations whose fingerprints are not known."""
     known = set(known)
-    new = [config for config in configs if fingerprint(config) not in known]
-    kernels = {config.kernel for config in new}
-    touched = [
-        spec for spec in specs
-        if any(config.kernel in kernels for config in collect([spec.variants], [90]))
-    ]  # fmt: skip
-    return new, touched
+    return [config for config in configs if fingerprint(config) not in known]
 
 
 # --- command --------------------------------------------------------------------------------------
@@ -167,7 +165,14 @@ def flags() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--brief", action="store_true", help="one form of each kernel, one problem of each op")
     add("--arch", type=family, nargs="+", choices=ARCHS, help="GPU archs [80 90 100; brief: 90]")
-    add("--op", nargs="+", default=(), help="only the kernels of these folders, such as norm")
+    add(
+        "--op",
+        nargs="+",
+        default=(),
+        choices=OPS,
+        metavar="OP",
+        help="only the kernels of these folders, such as norm",
+    )
     add("--problems", type=int, metavar="N", help="problems of each op to execute [all]")
     add("--jobs", type=int, default=os.cpu_count(), help="compilations at a time [cores]")
     return parser
@@ -178,18 +183,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=name, description=__doc__, parents=[flags()])
     add = parser.add_argument
     add("--out", type=Path, required=True, help="file to write")
-    add("--known", type=Path, help="fingerprints of what need not be compiled or executed")
+    add("--known", type=Path, help="fingerprints of what need not be compiled")
+    add("--touched", nargs="*", default=(), help="with --known: folders of the ops to execute")
     args = parser.parse_args(argv)
     archs = args.arch or ([90] if args.brief else [80, 90, 100])
     configs, specs = configs_of(archs, args.op), specs_of(args.op)
     prints = [fingerprint(config) for config in configs]
-    if args.known:
-        known = json.loads(args.known.read_text(encoding="utf-8"))
-        configs, specs = what_differs(known, configs, specs)
     if args.brief:
         configs = list({(c.kernel, c.arch): c for c in reversed(configs)}.values())[::-1]
     most = 1 if args.brief else args.problems
     if args.known:
+        configs = unknown(configs, json.loads(args.known.read_text(encoding="utf-8")))
+        specs = [spec for spec in specs if folder(spec) in args.touched]
         found = report(configs, specs, [90], jobs=args.jobs)
     else:
         dtypes, labels = ["bf16"] if args.brief else [*DTYPES], lambda spec: [*spec.problems][:most]

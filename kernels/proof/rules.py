@@ -36,6 +36,10 @@ Report = Mapping[str, Any]
 """What `report` says of kernels with one version of Triton, at one commit."""
 
 
+COSTS = {"compile", "bits", "fences", "registers", "shared", "instructions", "ceiling"}
+"""Kinds that a commit may accept."""
+
+
 def wrong(row: CompileResult) -> list[str]:
     """Lists the rules that a compiled variant breaks."""
     if row.error:
@@ -47,8 +51,7 @@ def wrong(row: CompileResult) -> list[str]:
         problems.append(f"{row.shared} bytes of shared memory > {limit}")
     if row.declared and not any(name.startswith(row.declared) for name in row.mma):
         problems.append(f"has no {row.declared}")
-    waits = any(loop.waits for loop in row.loops) and row.arch in TUNED
-    if waits and not MAY_WAIT.search(row.key):
+    if row.waits and row.arch in TUNED and not MAY_WAIT.search(row.key):
         problems.append("waits for a load that it has just asked for")
     return problems
 
@@ -88,27 +91,30 @@ Found = Iterator[tuple[str, str, bool]]
 
 
 def _form(old: Report | None, new: Report, growth: float) -> Found:
-    known = list(old["problems"]) if old else []
     comparable = old is not None and not old["error"] and not new["error"]
-    if comparable:  # bytes are compared below
-        known += [text for text in new["problems"] if text.startswith("spills")]
+    # spills and waits are compared below
+    known = [*(old["problems"] if old else ()), *(("spills", "waits") if comparable else ())]
     for text in new["problems"]:
-        if text not in known:
+        if not text.startswith(tuple(known)):
             yield "limits", text, True
-    if old is None or not comparable:
-        return
+    if old is not None and comparable:
+        yield from _costs(old, new, growth)
+
+
+def _costs(old: Report, new: Report, growth: float) -> Found:
     for kind, name in (
-        ("limits", "spilled"), ("registers", "registers"), ("shared", "shared"),
-        ("shared", "columns"), ("instructions", "instructions"), ("ceiling", "clocks"),
+        ("limits", "spilled"), ("limits", "waits"), ("registers", "registers"),
+        ("shared", "shared"), ("shared", "columns"), ("instructions", "instructions"),
+        ("ceiling", "clocks"),
     ):  # fmt: skip
         if (a := old[name]) != (b := new[name]):
             more = _changed(old["units"], new["units"]) if kind == "instructions" else ""
             yield kind, f"{name} {a} -> {b}{more and f' ({more})'}", b > a * (1 + growth)
     if (a := old["blocks"]) != (b := new["blocks"]):
         yield "ceiling", f"thread blocks on a multiprocessor {a} -> {b}", b < a
-    if old["mma"].keys() != new["mma"].keys():
+    if old["mma"] != new["mma"]:
         lost = bool(old["mma"].keys() - new["mma"].keys())
-        yield "instructions", f"products by {_changed(old['mma'], new['mma'])}", lost
+        yield "limits", f"products by {_changed(old['mma'], new['mma'])}", lost
     if old["fences"] != new["fences"]:
         a, b = (each["fences"].get("fence.proxy.async", 0) for each in (old, new))
         # another Triton may need fewer, but not none
@@ -140,10 +146,13 @@ def show(found: list[Finding], accepted: list[str] | None = None) -> int:
     """Prints findings, and how many of each kind there are; returns the number that are worse.
 
     Args:
-        accepted: parts of findings that do not count as worse.
+        accepted: parts of findings that do not count as worse, if they are of COSTS.
     """
     same = [f for f in found if not f.worse]
-    meant = [f for f in found if f.worse and any(text in str(f) for text in accepted or ())]
+    meant = [
+        f for f in found
+        if f.worse and f.kind in COSTS and any(text in str(f) for text in accepted or ())
+    ]  # fmt: skip
     worse = [f for f in found if f.worse and f not in meant]
     for mark, some in (("", same), ("accepted ", meant), ("WORSE ", worse)):
         for f in some:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 __all__ = ["Work", "counts", "environment", "size", "start", "trace", "waits"]
 
+SOURCE = None if "site-packages" in __file__ else Path(__file__).parents[1]
+"""Folder of the package where it is not installed, for processes that are started."""
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -59,18 +61,18 @@ def environment(
             "TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor")
         ),
         "LD_LIBRARY_PATH": _first("LD_LIBRARY_PATH", folder),
-        "PYTHONPATH": _first("PYTHONPATH", Path(__file__).parents[1], folder / "hook"),
+        "PYTHONPATH": _first("PYTHONPATH", folder / "hook", last=SOURCE),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TRITON_PTXAS_PATH": str(folder / "ptxas"),
         "TRITON_PTXAS_BLACKWELL_PATH": str(folder / "ptxas-blackwell"),
     }
 
 
-def _first(name: str, *folders: Path) -> str:
-    """Returns a variable that lists folders, with some in front."""
-    first = [str(folder) for folder in folders]
-    rest = os.environ.get(name, "").split(os.pathsep)
-    return os.pathsep.join([*first, *(place for place in rest if place and place not in first)])
+def _first(name: str, folder: Path, last: Path | None = None) -> str:
+    """Returns a variable that lists folders, with one in front and perhaps one at the end."""
+    ours = [str(folder), str(last or "")]
+    rest = [place for place in os.environ.get(name, "").split(os.pathsep) if place not in ours]
+    return os.pathsep.join(filter(None, [ours[0], *rest, ours[1]]))
 
 
 def start(
@@ -162,6 +164,8 @@ def trace() -> Iterator[list[Work]]:
 
 def _after_torch() -> None:
     """Called by `import torch` at its end, where `environment` has put the hook on the path."""
+    if "SIMGPU" not in os.environ:  # the entry point of an earlier version is still installed
+        return
     # A thread of autograd that still wants the lock of Python when that ends would abort it: while
     # this sleeps it can have it. Without it 11 of 24 runs of one backward ended so.
     atexit.register(time.sleep, 0.2)
