@@ -40,7 +40,8 @@ def check_float(
 ) -> None:
     """Raises ValueError unless x is fp32, fp16 or bf16, of `shape`, on the device of `like`.
 
-    `like` is the op's first argument, called x. Without a shape or `like` any will do.
+    `like` is the op's first argument, called x. To check x itself, whose dtype alone matters, pass
+    neither a shape nor `like`.
     """
     shape = x.shape if shape is None else shape
     check_like(name, x, shape, DTYPES, x if like is None else like, called="x")

@@ -59,7 +59,7 @@ def no_options(problem: Problem, device: torch.device | str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Changes of the first problem's sizes; by default those of an op on rows, `M` of them."""
+    """Sizes that replace some of a problem's; by default those of an op on rows, `M` of them."""
 
     growing: tuple[Problem, ...] = tuple(
         {"M": M} for M in ((2, 5), (3, 5), (4, 8), (5, 9), 1, 15, 16, 17, 4096, 65_537)
@@ -69,8 +69,8 @@ class Changes:
     empty: tuple[Problem, ...] = ({"M": 0}, {"M": (3, 0)})
     """Sizes of empty tensors."""
     far: tuple[Problem, ...] = ({"M": 3},)
-    """Sizes of tensors with three rows, to lie 2**30 elements apart: the first dimension of size 3
-    that is not the last."""
+    """Sizes of tensors with three rows, to lie 2**30 elements apart. The rows are the first
+    dimension of size 3 that is not the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +93,9 @@ class Spec:
     """Function that makes the tensors of a test problem by argument name."""
     options: Callable[[Problem, torch.device | str], dict[str, Any]] = no_options
     """Function that makes the keyword arguments of a problem, which get no gradient."""
-    launches: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
+    launches: Callable[[Problem], tuple[str, ...]]
     """Function that names the kernels which forward and backward of a problem launch."""
-    variants: Callable[[int], Iterator[Variant]] = lambda arch: iter(())
+    variants: Callable[[int], Iterator[Variant]]
     """Function that yields the kernel variants that ship for an architecture."""
     work: Callable[[Problem, int], Work]
     """Function that counts the op's minimal FLOPs and bytes, given the bytes of an element.

@@ -182,7 +182,7 @@ def _backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Any, ...]:
     elif torch.is_grad_enabled() or not (ctx.once and no_hooks(dloss)):
         grads = _linear_cross_entropy_bwd_scaled(dloss, *ctx.gradients, *dtypes)
     else:  # keeps no second copy; another backward computes them again
-        grads = _scaled(dloss, *ctx.gradients, *dtypes, in_place=True)
+        grads = _scaled(dloss, *ctx.gradients, *dtypes, overwrite=True)
         ctx.gradients = None
     return tuple(grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True))
 
@@ -191,12 +191,18 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
     return tuple(torch.float32 if t is None else t.dtype for t in tensors)
 
 
-def _scaled(dloss: Tensor, scale: Tensor, *rest: Any, in_place: bool = False) -> tuple[Tensor, ...]:
-    """Returns three stored gradients, the first of `rest`, times dloss and scale, in the dtypes
-    that follow; with `in_place` what is stored may change."""
+def _scaled(
+    dloss: Tensor, scale: Tensor, *rest: Any, overwrite: bool = False
+) -> tuple[Tensor, ...]:
+    """Multiplies three stored gradients by dloss and scale.
+
+    Args:
+        rest: the gradients, and the dtypes that they are wanted in.
+        overwrite: what is stored may change.
+    """
     scale = scale * dloss
     # multiplied in fp32 and rounded once: bf16 would round the scale, too
-    grads = (x.float().mul_(scale) if in_place else x.float() * scale for x in rest[:3])
+    grads = (x.float().mul_(scale) if overwrite else x.float() * scale for x in rest[:3])
     return tuple(grad.to(dtype) for grad, dtype in zip(grads, rest[3:], strict=True))
 
 

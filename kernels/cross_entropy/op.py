@@ -85,32 +85,31 @@ def cross_entropy_ref(
     return reduced(losses_ref(logits, targets, options), targets, options.ignore_index, reduction)
 
 
-def _outputs(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Allocates the losses (M,), and the softmax statistics of each row (2, M)."""
-    M = logits.shape[0]
-    losses, stats = (
-        torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in ((M,), (2, M))
-    )
-    return losses, stats
+def _outputs(logits: Tensor, targets: Tensor, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
+    """Allocates the loss, () or (M,), and the softmax statistics of each row (2, M)."""
+    M, fp32 = logits.shape[0], {"dtype": torch.float32, "device": logits.device}
+    return torch.empty((M,) if reduction == "none" else (), **fp32), torch.empty((2, M), **fp32)
 
 
-def _fwd(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _fwd(logits: Tensor, targets: Tensor, reduction: str, *options: Any) -> tuple[Tensor, Tensor]:
     # imported when first run: triton is missing on macOS and slow to import
     from .device import cross_entropy_fwd
 
-    losses, stats = _outputs(logits)
+    losses, stats = _outputs(logits, targets, "none")
     cross_entropy_fwd(logits, targets, LossOptions(*options), losses, stats)
-    return losses, stats
+    return reduced(losses, targets, LossOptions(*options).ignore_index, reduction), stats
 
 
 def _bwd(
-    dlosses: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, *options: Any,
+    dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, reduction: str, *options: Any,
     dlogits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     from .device import cross_entropy_bwd
 
+    if reduction == "mean":
+        dloss = dloss / count(targets, LossOptions(*options).ignore_index)
     dlogits = like(logits) if dlogits is None else dlogits
-    cross_entropy_bwd(logits, targets, stats, dlosses, dlogits, LossOptions(*options))
+    cross_entropy_bwd(logits, targets, stats, dloss, dlogits, LossOptions(*options))
     return dlogits
 
 
@@ -120,8 +119,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor]:
-    return (_cross_entropy_bwd(dlosses, *ctx.saved_tensors, *ctx.options),)
+def _backward(ctx: Any, dloss: Tensor, _: None) -> tuple[Tensor]:
+    return (_cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options),)
 
 
 OPTIONS = (
@@ -129,13 +128,14 @@ OPTIONS = (
 )
 """The fields of `LossOptions` in the form of an op schema."""
 _cross_entropy_bwd = Op(
-    "cross_entropy_bwd(Tensor dlosses, Tensor logits, Tensor targets, Tensor stats, "
-    f"{OPTIONS}) -> Tensor",
+    "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, "
+    f"str reduction, {OPTIONS}) -> Tensor",
     _bwd,
-    lambda dlosses, logits, *_: like(logits),
+    lambda dloss, logits, *_: like(logits),
 )
 _cross_entropy_fwd = Op(
-    f"cross_entropy_fwd(Tensor logits, Tensor targets, {OPTIONS}) -> (Tensor, Tensor)",
+    "cross_entropy_fwd(Tensor logits, Tensor targets, "
+    f"str reduction, {OPTIONS}) -> (Tensor, Tensor)",
     _fwd,
     _outputs,
     setup_context=_setup_context,
@@ -161,7 +161,7 @@ class _InPlace(torch.autograd.Function):
             increment_version(logits)
             losses = reduced(losses, targets, options.ignore_index, reduction)
         elif runs_kernels(logits.device):
-            losses, stats = _fwd(logits, targets, *options)
+            losses, stats = _fwd(logits, targets, "none", *options)
         else:
             losses = losses_ref(logits, targets, options)
         ctx.options, ctx.spent = options, False
@@ -180,7 +180,7 @@ class _InPlace(torch.autograd.Function):
         ctx.spent = True
         logits, targets, stats = ctx.saved_tensors
         if stats is not None:
-            _bwd(dloss, logits, targets, stats, *ctx.options, dlogits=logits)
+            _bwd(dloss, logits, targets, stats, "none", *ctx.options, dlogits=logits)
         elif not ctx.early:
             losses_and_gradient_(logits, targets, dloss, ctx.options)
         elif runs_kernels(logits.device):
@@ -253,7 +253,8 @@ def cross_entropy(
         if early:
             return losses
     elif runs_kernels(logits.device):
-        losses, _ = _cross_entropy_fwd(flat, flat_targets, *options)
+        loss, _ = _cross_entropy_fwd(flat, flat_targets, reduction, *options)
+        return loss.view(targets.shape) if reduction == "none" else loss
     else:
         losses = losses_ref(flat, flat_targets, options)
     loss = reduced(losses, flat_targets, ignore_index, reduction)

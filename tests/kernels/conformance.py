@@ -185,6 +185,7 @@ def strides_of_gradients_do_not_matter(spec: Spec, problem: Problem, device: str
 
 
 def offsets_may_pass_32_bits(spec: Spec, problem: Problem, device: str) -> None:
+    assert spec.changes.far
     for change in spec.changes.far:
         op = spec.call(spec.op, {**problem, **change}, device)
         near = plain(make_inputs(spec, {**problem, **change}, device, torch.float16))
@@ -195,6 +196,7 @@ def offsets_may_pass_32_bits(spec: Spec, problem: Problem, device: str) -> None:
 
 def no_rows(spec: Spec, problem: Problem, device: str) -> None:
     """Checks that empty inputs give empty outputs, gradients of 0, and no launch."""
+    assert spec.changes.empty
     for change in spec.changes.empty:
         inputs = make_inputs(spec, {**problem, **change}, device)
         op, ref = (spec.call(f, {**problem, **change}, device) for f in (spec.op, spec.ref))

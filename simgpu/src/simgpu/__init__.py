@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 __all__ = ["Work", "counts", "environment", "size", "start", "trace", "waits"]
 
+CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 SOURCE = None if "site-packages" in __file__ else Path(__file__).parents[1]
 """Folder of the package where it is not installed, for processes that are started."""
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -56,10 +57,7 @@ def environment(
         "SIMGPU_MEMORY": str(size(memory) if isinstance(memory, str) else memory),
         "SIMGPU_FAIL": fail,
         # a cubin that the real assembler made has no PTX behind it, and the key does not tell them
-        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(folder / "triton")),
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
-            "TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor")
-        ),
+        **{name: os.environ.get(name, str(folder / place)) for name, place in CACHES.items()},
         "LD_LIBRARY_PATH": _first("LD_LIBRARY_PATH", folder),
         "PYTHONPATH": _first("PYTHONPATH", folder / "hook", last=SOURCE),
         "TRITON_LIBCUDA_PATH": str(folder),

@@ -8,17 +8,12 @@ import pytest
 import simgpu
 
 
-@pytest.mark.parametrize(
-    ("text", "n"), [("2GiB", 2**31), ("512MiB", 2**29), ("3KiB", 3072), ("17", 17)]
-)
-def test_a_size_is_a_number_with_a_unit(text, n):
-    assert simgpu.size(text) == n
-
-
-@pytest.mark.parametrize("text", ["", "2GB", "GiB", "-1", "1.5GiB"])
-def test_another_size_is_refused(text):
-    with pytest.raises(ValueError, match="is no size: expected one such as 2GiB"):
-        simgpu.size(text)
+def test_a_size_is_a_number_with_a_unit():
+    sizes = {"2GiB": 2**31, "512MiB": 2**29, "3KiB": 3072, "17": 17}
+    assert {text: simgpu.size(text) for text in sizes} == sizes
+    for text in ("", "2GB", "GiB", "-1", "1.5GiB"):
+        with pytest.raises(ValueError, match="is no size: expected one such as 2GiB"):
+            simgpu.size(text)
 
 
 def test_start_after_torch_is_refused(monkeypatch):
@@ -35,9 +30,8 @@ def test_it():
     assert torch.cuda.get_device_capability() == (8, 0)
     assert torch.ones(3, device="cuda").sum().item() == 3
 """)
-    flags = ["-p", "simgpu.plugin", "--simgpu", "--simgpu-arch", "80", "-q"]
-    command = [sys.executable, "-m", "pytest", *flags]
-    subprocess.run([*command, "test_it.py"], cwd=tmp_path, check=True, capture_output=True)
+    flags = ("-p", "simgpu.plugin", "--simgpu", "--simgpu-arch", "80", "test_it.py")
+    subprocess.run([sys.executable, "-m", "pytest", *flags], cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize(("arch", "shared"), [(80, 163), (90, 227), (100, 227)])
@@ -49,8 +43,7 @@ p = torch.cuda.get_device_properties(0)
 print(p.total_memory >> 20, p.shared_memory_per_block_optin >> 10)
 """
     said = simulated(text, flags=f"--arch {arch} --gpus 2 --memory 512MiB")
-    assert said.splitlines()[0] == f"2 ({arch // 10}, {arch % 10})"
-    assert said.splitlines()[1] == f"512 {shared}"
+    assert said.splitlines()[:2] == [f"2 ({arch // 10}, {arch % 10})", f"512 {shared}"]
 
 
 def test_visible_devices_count(simulated, monkeypatch):
@@ -77,8 +70,8 @@ del a
 b = fill()
 print(torch.cuda.memory_allocated() >> 20)
 """
-    said = simulated(text, flags="--memory 256MiB")
-    assert said.split("\n")[:2] == ["out of memory True", "200"]
+    said = simulated(text, flags="--memory 256MiB").split("\n")
+    assert said[:2] == ["out of memory True", "200"]
 
 
 def test_fresh_memory_is_nan_and_the_host_cannot_touch_it(simulated):
@@ -88,8 +81,7 @@ x = torch.empty(100, device="cuda")
 print(x.isnan().all().item(), flush=True)
 ctypes.string_at(x.data_ptr(), 1)
 """
-    said = simulated(text, status=-11)
-    assert said.startswith("True")
+    assert simulated(text, status=-11).startswith("True")
 
 
 def test_a_copy_to_pinned_memory_arrives_when_it_is_waited_for(simulated):

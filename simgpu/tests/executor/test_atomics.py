@@ -82,6 +82,16 @@ def test_32_are_added_in_16_bits(kind, one, register, want):
     assert x[: len(want)].tolist() == want
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_odd_half_words_are_changed_as_well(kind):
+    one, eight = {"f16": (0x3C00, 0x4800), "bf16": (0x3F80, 0x4100)}[kind]
+    x = aligned(4, np.uint16)
+    address = "and.b32 %r20, %r0, 3; mad.wide.u32 %rd20, %r20, 2, %rd0;"
+    add = f"mov.b16 %rs10, {one}; atom.global.add.noftz.{kind} %rs11, [%rd20], %rs10;"
+    run(f"{address} {add}", x)
+    assert x.tolist() == [eight] * 4
+
+
 @pytest.mark.parametrize(
     ("operation", "what"),
     [

@@ -224,6 +224,9 @@ def test_sound_code_runs(name):
         ("add.sat.s32 %r10, %r0, %r0;", "does not know: add.sat.s32"),
         ("fma.rn.f64 %rd1, %rd0, %rd0, %rd0;", "does not know: fma.rn.f64"),
         ("prmt.b32.f4e %r10, %r0, %r0, %r0;", "does not know: prmt.b32.f4e"),
+        ("add.rz.f16 %rs1, %rs1, %rs1;", "does not know: add.rz.f16"),
+        ("mul.wide.s64 %rd1, %rd0, %rd0;", "does not know: mul.wide.s64"),
+        ("mov.b64 %rd1, {%r0, _};", "does not know: mov.b64"),
         ("mov.u32 %r10, %clock;", "special register %clock"),
         ("bar.sync 1, 64;", "does not know: bar.sync 1, 64"),
     ],
@@ -259,8 +262,7 @@ PARTLY = "setp.lt.u32 %p1, %r0, 16; @%p1 ld.global.b32 %r10, [%rd20];"
          "st.global.b32 [%rd20], %r12;", None),
     ],
 )  # fmt: skip
-def test_what_depends_on_a_register_of_other_threads_is_a_fault(use, depends):
-    """Also that what does not depend on it is none."""
+def test_only_what_depends_on_a_register_of_other_threads_is_a_fault(use, depends):
     said = pytest.raises(FaultError, match=f"depends on {depends}, which was never written")
     with said if depends else nullcontext():
         run(ADDRESS + PARTLY + use, aligned(64, np.uint32), warps=2)

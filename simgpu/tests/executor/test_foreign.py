@@ -55,7 +55,7 @@ def test_directed_rounding(operation, mode):
         ("fma.rm.ftz.f32", (1e-45, 1, 1e-45), 0),  # operands and results are flushed
     ],
 )
-def test_the_sign_of_a_sum_that_is_zero(operation, operands, want):
+def test_signs_of_zero_and_flushed_numbers(operation, operands, want):
     given = [np.array([x], np.float32).view(np.uint32) for x in operands]
     assert apply(operation, np.uint32, *given).tolist() == [want]
 

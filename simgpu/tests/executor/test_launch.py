@@ -52,7 +52,6 @@ def test_nothing_is_started_that_was_not_asked_for(imports):
 def test_an_entry_point_of_an_earlier_version_starts_nothing(tmp_path, monkeypatch):
     stale = tmp_path / "simgpu-0.1.0.dist-info"
     stale.mkdir()
-    (stale / "METADATA").write_text("Name: simgpu\nVersion: 0.1.0\n")
     (stale / "entry_points.txt").write_text("[torch.backends]\nsimgpu = simgpu:_after_torch\n")
     monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}")
     done = run("-c", "import sys, torch; assert 'simgpu' in sys.modules")

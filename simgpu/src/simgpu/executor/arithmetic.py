@@ -111,7 +111,8 @@ def _arithmetic(b: Build, instruction: Instruction) -> Step:
     if kind in HALVES:
         return _of_16_bits(instruction, first, name, kind)(b, instruction)
     if kind == "f32x2":
-        return plain(U64, U64, functools.partial(_of_pairs, FLOAT[name]))(b, instruction)
+        f = _of_floats(instruction, name)
+        return plain(U64, U64, functools.partial(_of_pairs, f))(b, instruction)
     if name in ("mul.wide", "mad.wide"):
         return _wide_product(instruction)(b, instruction)
     table = FLOAT if kind in ("f32", "f64") else INTEGER
@@ -128,13 +129,22 @@ def _arithmetic(b: Build, instruction: Instruction) -> Step:
     return plain(TYPES[kind], TYPES[kind], f)(b, instruction)
 
 
+def _of_floats(instruction: Instruction, name: str) -> Callable[..., Any]:
+    """An operation of float32; those of 16 bits have one rounding, to nearest."""
+    directed = name.endswith((".rm", ".rp", ".rz"))
+    if name not in FLOAT or (directed and instruction.mods[-1] in HALVES):
+        raise unknown(instruction)
+    return FLOAT[name]
+
+
 def _of_16_bits(instruction: Instruction, first: str, name: str, kind: str) -> Builder:
     """Of 16-bit floats; with the mode "f32" the last operand and the result are float32 (9.7.5)."""
     if name == f"{first}.f32":
         dtypes = (*(U16,) * (len(instruction.args) - 2), TYPES["f32"])
-        f = lambda *x: FLOAT[first](*(from_half(y, kind) for y in x[:-1]), x[-1])  # noqa: E731
+        exact = _of_floats(instruction, first)
+        f = lambda *x: exact(*(from_half(y, kind) for y in x[:-1]), x[-1])  # noqa: E731
         return plain(dtypes, dtypes[-1], f)
-    f = of_halves(half_fma if name == "fma" else FLOAT[name], kind)
+    f = of_halves(half_fma if name == "fma" else _of_floats(instruction, name), kind)
     return plain(CLASSES[kind], CLASSES[kind], f)
 
 
@@ -147,6 +157,8 @@ def _of_pairs(f: Callable[..., Any], *packed: Any) -> Any:
 
 def _wide_product(instruction: Instruction) -> Builder:
     """The product of two operands with all of its bits, and what may be added to it."""
+    if instruction.type not in ("u16", "s16", "u32", "s32"):
+        raise unknown(instruction)
     dtype = TYPES[instruction.type]
     wide = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
 

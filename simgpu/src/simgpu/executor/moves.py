@@ -20,19 +20,22 @@ def _mov(b: Build, instruction: Instruction) -> Step:
     to, source = instruction.args
     dtype = TYPES["pred" if instruction.type == "pred" else f"b{instruction.type[1:]}"]
     if isinstance(to, Vector) or isinstance(source, Vector):
-        return _packed(b, to, source, dtype)
+        return _packed(b, instruction, dtype)
     if isinstance(source, Name) and source.text not in ("global_smem", *b.named):
         raise unknown(instruction)
     return plain(dtype, dtype, lambda x: x[()])(b, instruction)  # of None a TypeError
 
 
-def _packed(b: Build, to: Any, source: Any, dtype: np.dtype) -> Step:
+def _packed(b: Build, instruction: Instruction, dtype: np.dtype) -> Step:
     """Packs several registers into one, the lowest first, or the reverse."""
-    packs = isinstance(source, Vector)
+    (to, source), packs = instruction.args, isinstance(instruction.args[1], Vector)
     count = len((source if packs else to).items)
     part, whole = np.dtype(f"u{dtype.itemsize // count}"), b.slot(to if packs else source, dtype)
-    slots = enumerate(b.vector(source if packs else to, part))
-    parts = [(x, dtype.type(8 * part.itemsize * i)) for i, x in slots if x is not None]
+    slots = b.vector(source if packs else to, part)
+    if packs and None in slots:  # "_" takes no bits from anywhere
+        raise unknown(instruction)
+    shifts = (dtype.type(8 * part.itemsize * i) for i in range(count))
+    parts = [(x, shift) for x, shift in zip(slots, shifts) if x is not None]
 
     def step(m: Machine, mask: Mask) -> None:
         if packs:
