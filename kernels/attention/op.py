@@ -8,7 +8,7 @@ Source
     arXiv:2305.13245.  Backward and traffic: docs/kernels/attention.md.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..runtime import Op, autocast_dtype, like, runs_kernels
 from .plain import AttentionOptions, attention_seeded_ref
 
 # --- ops ------------------------------------------------------------------------------------------
+# The kernels are imported when first run: triton is missing on macOS and slow to import.
 
 OPTIONS = (
     "Tensor? starts, Tensor? ends, Tensor? seed, float? scale, bool causal, SymInt? window, "
@@ -29,67 +30,61 @@ Parts = tuple[Tensor, Tensor, Tensor]
 """q, k and v, or their gradients."""
 
 
-def _registered(name: str, tensors: str, others: str, parts: Callable[..., Parts]) -> Op:
-    """Registers the forward and backward of attention on tensors that contain q, k and v.
+def _outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Allocates out and lse."""
+    B, Tq, H = q.shape[:3]
+    return like(q), torch.empty((B, H, Tq), dtype=torch.float32, device=q.device)
 
-    Args:
-        tensors: the tensors in the form of an op schema, without "Tensor".
-        others: the arguments between them and the options.
-        parts: returns q, k and v for the tensors and others, or their gradients for gradients.
-    """
-    number, declared = len(tensors.split()), "".join(f"Tensor {x}, " for x in tensors.split())
-    start = number + bool(others)  # of the options
-    results = "Tensor" if number == 1 else "(Tensor, Tensor, Tensor)"
 
-    def outputs(*args: Any) -> tuple[Tensor, Tensor]:
-        q, _, _ = parts(*args[:start])
-        (B, Tq, H, _) = q.shape
-        return like(q), torch.empty((B, H, Tq), dtype=torch.float32, device=q.device)
+def _fwd(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    from .forward import attention_fwd
 
-    def fwd(*args: Any) -> tuple[Tensor, Tensor]:
-        # imported when first run: triton is missing on macOS and slow to import
-        from .forward import attention_fwd
+    out, lse = _outputs(q)
+    attention_fwd(q, k, v, AttentionOptions(*options), out, lse)
+    return out, lse
 
-        out, lse = outputs(*args)
-        attention_fwd(*parts(*args[:start]), AttentionOptions(*args[start:]), out, lse)
-        return out, lse
 
-    def grads(dout: Tensor, *args: Any) -> Any:
-        made = tuple(map(like, args[:number]))
-        return made[0] if number == 1 else made
+def _grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Parts:
+    return like(q), like(k), like(v)
 
-    def bwd(dout: Tensor, *args: Any) -> Any:
-        from .backward import attention_bwd
 
-        (*inputs, out, lse), options = args[: start + 2], AttentionOptions(*args[start + 2 :])
-        made = grads(dout, *args)
-        of_parts = parts(*((made,) if number == 1 else made), *inputs[number:])
-        attention_bwd(dout, *parts(*inputs), out, lse, options, of_parts)
-        return made
+def _bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> Parts:
+    from .backward import attention_bwd
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:number], *output, *inputs[start : start + 3])
-        ctx.others, ctx.settings = inputs[number:start], inputs[start + 3 :]
-        ctx.mark_non_differentiable(output[1])
+    grads = _grads(dout, q, k, v)
+    attention_bwd(dout, q, k, v, out, lse, AttentionOptions(*options), grads)
+    return grads
 
-    def backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor, ...]:
-        saved = ctx.saved_tensors
-        made = bwd_op(dout, *saved[:number], *ctx.others, *saved[number:], *ctx.settings)
-        return (made,) if number == 1 else made
 
-    bwd_op = Op(
-        f"{name}_bwd(Tensor dout, {declared}{others}Tensor out, Tensor lse, {OPTIONS}) "
-        f"-> {results}",
-        bwd,
-        grads,
-    )
-    return Op(
-        f"{name}_fwd({declared}{others}{OPTIONS}) -> (Tensor, Tensor)",
-        fwd,
-        outputs,
-        setup_context=setup_context,
-        backward=backward,
-    )
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], first: int) -> None:
+    """Saves the tensors of a forward, whose inputs from `first` on are the options."""
+    tensors = [x for x in inputs[:first] if isinstance(x, Tensor)]
+    ctx.save_for_backward(*tensors, *output, *inputs[first : first + 3])
+    ctx.settings = inputs[first + 3 :]
+    ctx.mark_non_differentiable(output[1])
+
+
+_attention_bwd = Op(
+    "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _bwd,
+    _grads,
+)
+_attention_fwd = Op(
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)",
+    _fwd,
+    _outputs,
+    setup_context=partial(_save, first=3),
+    backward=lambda ctx, dout, _: _attention_bwd(dout, *ctx.saved_tensors, *ctx.settings),
+)
+
+# --- the packed op --------------------------------------------------------------------------------
+# It is an op of its own because of the gradient: it takes the projection (B, T, H + 2 K, D) that q,
+# k and v are slices of and returns one gradient for it, written slice by slice. With `attention`
+# autograd would concatenate three gradients, even where q, k and v share a buffer: the split's
+# backward is a node of its own, and an op's outputs must not be views of one buffer.
 
 
 def _split(qkv: Tensor, heads: int) -> Parts:
@@ -98,12 +93,27 @@ def _split(qkv: Tensor, heads: int) -> Parts:
     return q, k, v
 
 
-_attention = _registered("attention", "q k v", "", lambda q, k, v: (q, k, v))
-# The packed op is of its own because of the gradient: it takes the projection (B, T, H + 2 K, D)
-# that q, k and v are slices of and returns one gradient for it, written slice by slice. With
-# `attention` autograd would concatenate three gradients, even where q, k and v share a buffer: the
-# split's backward is a node of its own, and an op's outputs must not be views of one buffer.
-_attention_packed = _registered("attention_packed", "qkv", "SymInt heads, ", _split)
+def _packed_bwd(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *options: Any) -> Tensor:
+    from .backward import attention_bwd
+
+    dqkv, heads = like(qkv), out.shape[2]
+    grads = _split(dqkv, heads)
+    attention_bwd(dout, *_split(qkv, heads), out, lse, AttentionOptions(*options), grads)
+    return dqkv
+
+
+_attention_packed_bwd = Op(
+    f"attention_packed_bwd(Tensor dout, Tensor qkv, Tensor out, Tensor lse, {OPTIONS}) -> Tensor",
+    _packed_bwd,
+    lambda dout, qkv, *_: like(qkv),
+)
+_attention_packed_fwd = Op(
+    f"attention_packed_fwd(Tensor qkv, SymInt heads, {OPTIONS}) -> (Tensor, Tensor)",
+    lambda qkv, heads, *options: _fwd(*_split(qkv, heads), *options),
+    lambda qkv, heads, *_: _outputs(_split(qkv, heads)[0]),
+    setup_context=partial(_save, first=2),
+    backward=lambda ctx, dout, _: (_attention_packed_bwd(dout, *ctx.saved_tensors, *ctx.settings),),
+)
 
 
 # --- public ---------------------------------------------------------------------------------------
@@ -165,7 +175,7 @@ def attention(
     if scale is not None and scale <= 0:  # the kernels scale after the maximum
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     options = AttentionOptions(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
-    out, _ = _attention(q, k, v, *options)
+    out, _ = _attention_fwd(q, k, v, *options)
     return out
 
 
@@ -209,7 +219,7 @@ def attention_packed(
     _check(q, k, v, scale, window, dropout_p, dropout_seed, doc_ids)
     seed = _seed(q, dropout_p, dropout_seed)
     options = AttentionOptions(*document_spans(doc_ids), seed, scale, causal, window, dropout_p)
-    out, _ = _attention_packed(qkv, heads, *options)
+    out, _ = _attention_packed_fwd(qkv, heads, *options)
     return out
 
 
