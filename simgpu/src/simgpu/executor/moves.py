@@ -20,15 +20,15 @@ def _mov(b: Build, instruction: Instruction) -> Step:
     to, source = instruction.args
     dtype = TYPES["pred" if instruction.type == "pred" else f"b{instruction.type[1:]}"]
     if isinstance(to, Vector) or isinstance(source, Vector):
-        return _packed(b, instruction, dtype)
+        return _packed(b, instruction, to, source, dtype)
     if isinstance(source, Name) and source.text not in ("global_smem", *b.named):
         raise unknown(instruction)
     return plain(dtype, dtype, lambda x: x[()])(b, instruction)  # of None a TypeError
 
 
-def _packed(b: Build, instruction: Instruction, dtype: np.dtype) -> Step:
+def _packed(b: Build, instruction: Instruction, to: Any, source: Any, dtype: np.dtype) -> Step:
     """Packs several registers into one, the lowest first, or the reverse."""
-    (to, source), packs = instruction.args, isinstance(instruction.args[1], Vector)
+    packs = isinstance(source, Vector)
     count = len((source if packs else to).items)
     part, whole = np.dtype(f"u{dtype.itemsize // count}"), b.slot(to if packs else source, dtype)
     slots = b.vector(source if packs else to, part)
