@@ -111,8 +111,8 @@ def report_at(
     commit: str, known: Iterable[str], touched: Sequence[str], args: argparse.Namespace
 ) -> Report:
     """Reports what the kernels of a commit are compiled to, read by the present code."""
-    with tempfile.TemporaryDirectory() as folder:
-        there = Path(folder)
+    with tempfile.TemporaryDirectory() as place:
+        there = Path(place)
         with tarfile.open(fileobj=io.BytesIO(git("archive", commit, "fastgpt", "kernels"))) as tar:
             tar.extractall(there, filter="data")
         shutil.rmtree(there / "kernels" / "proof", ignore_errors=True)
@@ -123,9 +123,9 @@ def report_at(
         command = [sys.executable, "-m", "fastgpt.kernels.proof.report", *asked]
         command += ["--known", str(there / "known.json"), "--touched", *touched]
         command += ["--out", str(there / "report.json")]
-        paths = [folder, str(ROOT / "simgpu" / "src"), os.environ.get("PYTHONPATH", "")]
+        paths = [place, str(ROOT / "simgpu" / "src"), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        done = subprocess.run(command, env=env, cwd=folder, stdout=subprocess.DEVNULL)
+        done = subprocess.run(command, env=env, cwd=place, stdout=subprocess.DEVNULL)
         if done.returncode:
             raise BadUsageError(f"the kernels of {commit} cannot be read: see above")
         return json.loads((there / "report.json").read_text(encoding="utf-8"))

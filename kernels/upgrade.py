@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from .aot import BadUsageError
-from .proof.report import flags
+from .proof.report import OPS, flags
 from .proof.rules import Report, compare, show
 
 GROWTH = 0.1
@@ -77,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     args, (_, passed_on) = parser.parse_args(argv), own.parse_known_args(argv)
+    if strange := sorted(set(args.op) - set(OPS)):
+        parser.error(f"--op {strange[0]}: expected some of {', '.join(OPS)}")
     args.folder.mkdir(parents=True, exist_ok=True)
     try:
         old, new = (report_with(release, args.folder, passed_on) for release in (args.old, args.to))

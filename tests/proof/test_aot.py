@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastgpt.kernels import aot
+from fastgpt.kernels.proof.report import flags
 from fastgpt.kernels.proof.rules import ARCHS
 from fastgpt.kernels.proof.sass import Loop, ceiling, loops
 from tests.processes import ROOT, ended, python
@@ -232,6 +233,10 @@ def test_a_costlier_kernel_with_other_bits_fails_unless_a_commit_accepts_it(clon
     assert done.returncode == 0, done.stdout + done.stderr
     assert "accepted sm_90 rotary grouped fp32: bits" in done.stdout
     assert re.search(r"\n\d of 6 variants differ from \w+, 0 findings are worse\n$", done.stdout)
+
+
+def test_a_commit_may_lack_an_op():
+    assert flags().parse_args(["--op", "new"]).op == ["new"]
 
 
 def test_a_commit_that_is_not_there_is_named(tmp_path, monkeypatch):
