@@ -45,7 +45,7 @@ NOT_SHARED = {f"{name}.py" for name in ("alias", "aot", "hub", "layers", "upgrad
 
 
 class BadUsageError(Exception):
-    """What was asked for cannot be done, for a reason that the message gives."""
+    """Error for a request that cannot be met; the message says why."""
 
 
 # --- tables ---------------------------------------------------------------------------------------

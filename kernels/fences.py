@@ -42,7 +42,7 @@ def add_fences(ptx: str) -> str:
 
 
 KEY = f"fences {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
-"""What tells kernels with fences apart in caches: another one where this file is another."""
+"""Part of Triton's cache key for kernels with fences; it changes with this file."""
 
 
 @contextmanager

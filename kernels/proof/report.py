@@ -55,8 +55,11 @@ def configs_of(
 
 
 def specs_of(ops: Sequence[str] = ()) -> list[Spec]:
-    """Returns the specs whose results can be compared: those without random numbers."""
-    found = [spec for spec in SPECS.values() if spec.random is None]
+    """Returns the specs whose results can be compared: with kernels, without random numbers."""
+    found = [
+        spec for spec in SPECS.values()
+        if spec.random is None and spec.launches(next(iter(spec.problems.values())))
+    ]  # fmt: skip
     return [spec for spec in found if not ops or folder(spec) in ops]
 
 

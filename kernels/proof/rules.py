@@ -1,4 +1,4 @@
-"""What must hold of every compiled kernel, and which changes of it are for the worse."""
+"""Rules that every compiled kernel must keep, and the comparison of two reports of kernels."""
 
 import re
 from collections import Counter
@@ -33,7 +33,7 @@ KINDS = {
     "ceiling": "static ceiling: thread blocks on a multiprocessor, clocks of the main loops",
 }
 Report = Mapping[str, Any]
-"""What `report` says of kernels with one version of Triton, at one commit."""
+"""Result of `report.report`: the kernels of one commit with one version of Triton."""
 
 
 COSTS = {"compile", "bits", "fences", "registers", "shared", "instructions", "ceiling"}

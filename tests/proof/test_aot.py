@@ -49,7 +49,7 @@ print(json.dumps([asdict(row) for row in compile_all(configs)]))
 
 @pytest.fixture(scope="module")
 def faults():
-    """What is printed of faulty kernels, how many are wrong, and the compiled rows."""
+    """Checks faulty kernels; returns the printed text, the number that are wrong, and the rows."""
     done = compiling("-c", FAULTS)
     *printed, wrong, rows = done.stdout.splitlines()
     rows = {r["config"]: r for r in json.loads(rows)}

@@ -138,7 +138,7 @@ def _of_floats(instruction: Instruction, name: str) -> Callable[..., Any]:
 
 
 def _of_16_bits(instruction: Instruction, first: str, name: str, kind: str) -> Builder:
-    """Of 16-bit floats; with the mode "f32" the last operand and the result are float32 (9.7.5)."""
+    """Builds an operation of 16-bit floats; mode "f32": last operand and result fp32 (9.7.5)."""
     if name == f"{first}.f32":
         dtypes = (*(U16,) * (len(instruction.args) - 2), TYPES["f32"])
         exact = _of_floats(instruction, first)

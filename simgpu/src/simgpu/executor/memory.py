@@ -115,7 +115,7 @@ class _Segment:
 
 
 MARKS = {"writes": "writer", "reads": "reader", "changes atomically": "atomic"}
-"""What thread blocks do -> the marks of it in a segment."""
+"""Marks of a segment by what thread blocks do to it."""
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class _Access:
 
     segment: _Segment
     chosen: Array | slice
-    """Which of the lanes that were given go there."""
+    """Lanes, of those given, that access this storage."""
     lanes: Array
     offset: Array
     """Byte that each lane begins at."""
