@@ -6,12 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from fastgpt.kernels import aot
-from fastgpt.kernels.proof.report import flags
+from fastgpt.kernels.proof.report import OPS, flags
 from fastgpt.kernels.proof.rules import ARCHS
 from fastgpt.kernels.proof.sass import Loop, ceiling, loops
 from tests.processes import ROOT, ended, python
@@ -200,21 +201,22 @@ def test_what_has_another_input_of_the_compiler_differs(tmp_path):
     assert json.loads(done.stdout) == {name: differ for name, (_, differ) in CHANGES.items()}
 
 
-@pytest.fixture
-def clone(tmp_path):
-    """A repository with the kernels at one commit."""
-    for name in ("fastgpt", "kernels", "simgpu/src"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
-    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c")
+GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c")
+
+
+def commit(folder: Path) -> None:
+    """Makes a folder a repository with all of its files in one commit."""
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "feat: kernels"]):
-        assert ended(*git, *command, cwd=tmp_path).returncode == 0
-    return tmp_path, git
+        assert ended(*GIT, *command, cwd=folder).returncode == 0
 
 
 @pytest.mark.slow
-def test_a_costlier_kernel_with_other_bits_fails_unless_a_commit_accepts_it(clone):
-    folder, git = clone
+def test_a_costlier_kernel_with_other_bits_fails_unless_a_commit_accepts_it(tmp_path):
+    folder = tmp_path
+    for name in ("fastgpt", "kernels", "simgpu/src"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    commit(folder)
     environment = {"TRITON_INTERPRET": None, "PYTHONPATH": str(folder)}
     command = (sys.executable, "-m", "kernels.aot", "--op", "rotary", "--arch", "90", "--base")
     device = folder / "kernels" / "rotary" / "device.py"
@@ -228,11 +230,35 @@ def test_a_costlier_kernel_with_other_bits_fails_unless_a_commit_accepts_it(clon
     assert any("sm_90 _rotary_kernel H=12 K=12 D=64 bfloat16: instructions" in x for x in worse)
     assert any(x.startswith("WORSE sm_90 rotary grouped fp32: bits: ") for x in worse)
     message = "feat: more\n\nKernel-cost: _rotary_kernel\nKernel-cost: sm_90 rotary grouped"
-    ended(*git, "commit", "-q", "-am", message, cwd=folder)
+    ended(*GIT, "commit", "-q", "-am", message, cwd=folder)
     done = ended(*command, cwd=folder, **environment)  # the last commit
     assert done.returncode == 0, done.stdout + done.stderr
     assert "accepted sm_90 rotary grouped fp32: bits" in done.stdout
     assert re.search(r"\n\d of 6 variants differ from \w+, 0 findings are worse\n$", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("file", "ops"),
+    [
+        ("kernels/rotary/op.py", ["rotary"]),
+        ("kernels/norm/new.py", ["norm"]),  # untracked
+        ("kernels/rows.py", OPS),
+        ("kernels/aot.py", []),
+        ("kernels/proof/rules.py", []),
+        ("fastgpt/cli.py", []),
+    ],
+)
+def test_ops_with_changed_files_are_executed(file, ops, tmp_path, monkeypatch):
+    monkeypatch.setattr(aot, "ROOT", tmp_path)
+    for name in ("rotary/op", "rows", "aot", "proof/rules"):
+        path = tmp_path / "kernels" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    commit(tmp_path)
+    assert aot.touched_since("HEAD") == []
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("changed = True\n")
+    assert aot.touched_since("HEAD") == ops
 
 
 def test_a_commit_may_lack_an_op():
@@ -241,6 +267,7 @@ def test_a_commit_may_lack_an_op():
 
 def test_a_commit_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(aot, "ROOT", tmp_path)
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "file").touch()
+    commit(tmp_path)
     with pytest.raises(aot.BadUsageError, match=r"^git rev-parse nothing\^\{commit\}: .*nothing"):
         aot.git("rev-parse", "nothing^{commit}")
