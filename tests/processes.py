@@ -57,17 +57,37 @@ FORKS.set_forkserver_preload(
 
 
 def forked(
-    function: Callable[..., object], *args: object, cwd: Path = ROOT, **environment: str | None
+    function: Callable[..., object],
+    *args: object,
+    ranks: int = 0,
+    cwd: Path = ROOT,
+    timeout: float = 600,
+    **environment: str | None,
 ) -> subprocess.CompletedProcess[str]:
-    """Calls a function of a module in a fork; returns its exit status and what it printed."""
+    """Calls a function of a module in a fork; returns its exit status and what it printed.
+
+    Args:
+        ranks: if not 0, as many forks, each with the variables of a rank under torchrun; the
+            status is the first one that is not 0.
+        environment: None unsets a variable.
+    """
+    changed = {k: v for k, v in (os.environ | environment).items() if v is not None}
     with tempfile.TemporaryDirectory() as folder:
-        changed = {k: v for k, v in (os.environ | environment).items() if v is not None}
-        fork = FORKS.Process(target=_call, args=(folder, cwd, changed, function, args))
-        fork.start()
-        fork.join(600)
-        assert fork.exitcode is not None, f"{function} has not ended"
-        texts = (Path(folder, name).read_text() for name in ("out", "err"))
-        return subprocess.CompletedProcess([], fork.exitcode, *texts)
+        forks = [
+            FORKS.Process(target=_call, args=(folder, cwd, changed | own, function, args))
+            for own in (environments(ranks) if ranks else [{}])
+        ]
+        for fork in forks:
+            fork.start()
+        for fork in forks:
+            fork.join(timeout)
+        texts = [Path(folder, name).read_text() for name in ("out", "err")]
+        late = [fork for fork in forks if fork.exitcode is None]
+        for fork in late:
+            fork.kill()
+        assert not late, f"{function} has not ended in {timeout} s: {texts}"
+        status = next((fork.exitcode for fork in forks if fork.exitcode), 0)
+        return subprocess.CompletedProcess([], status, *texts)
 
 
 def script(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
@@ -97,6 +117,19 @@ def _run(arguments: list[str]) -> None:
 
 
 # --- ranks ----------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def environments(size: int) -> list[dict[str, str]]:
+    """Returns the variables that torchrun sets for each rank."""
+    port = str(free_port())
+    all_ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    all_ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
+    return [all_ | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(size)]
 
 
 class Ranks:
@@ -140,14 +173,8 @@ class Ranks:
         return "".join(self(train_in_turn, argvs, timeout=timeout))
 
     def _start(self) -> None:
-        port = str(free_port())
-        for rank in range(self.size):
+        for own in environments(self.size):
             ours, its = FORKS.Pipe()
-            numbers = {"RANK": rank, "LOCAL_RANK": rank} | dict.fromkeys(
-                ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), self.size
-            )
-            own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-            own |= {name: str(number) for name, number in numbers.items()}
             fork = FORKS.Process(target=_serve, args=(its, os.environ | own), daemon=True)
             fork.start()
             its.close()
@@ -201,11 +228,6 @@ def train_in_turn(argvs: list[list[str]]) -> str:
 
 
 # --- torchrun -------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 def torchrun(

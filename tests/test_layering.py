@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIRST_PARTY = {
     "simgpu": {"simgpu"},
     "simgpu/src/simgpu/executor": {"simgpu.executor"},
-    "simgpu/tests/cuda": {"simgpu", "tests.warm"},
+    "simgpu/tests/cuda": {"simgpu", "tests.processes"},
     "kernels": {"fastgpt.kernels"},
     "kernels/proof": {"fastgpt.kernels", "simgpu.executor"},
     "fastgpt": {"fastgpt"},
