@@ -148,10 +148,10 @@ train: $(call env,core) ## train a recipe; by default the small one, on the buil
 	$(PY) train.py $(RECIPE) $(ARGS)
 
 test: $(call env,dev) ## run the tests that this machine can run, but for the slow ones
-	$(PY) -m pytest -q -m "not slow" -n auto --maxprocesses 4 $(ARGS)$(call then_on_cuda,"gpu and not slow")
+	$(PY) -m pytest -q -m "not slow" -n auto --maxprocesses 4 --dist loadgroup $(ARGS)$(call then_on_cuda,"gpu and not slow")
 
 test-full: $(call env,dev) ## run all tests that this machine can run
-	$(PY) -m pytest -q -n auto --maxprocesses 4 $(ARGS)$(call then_on_cuda,gpu)
+	$(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadgroup $(ARGS)$(call then_on_cuda,gpu)
 
 op: .check-op $(call env,dev) ## check one op in a minute: conformance, compiled cases, registers, lint; OP=norm
 	$(PY) $(conformance) -m "not gpu" -k "not fp16" --dist worksteal --durations 3 $(ARGS)

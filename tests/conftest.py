@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import interpreter, warm
+from tests import budgets, interpreter
 from tests.executed import Counter
 from tests.processes import Ranks
 
@@ -51,7 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
                 interpreter.make_faster()
     if config.getoption("execute") and not IN_XDIST_WORKER:
         config.pluginmanager.register(Counter())
-    config.add_cleanup(warm.stop)
+    if not SIMULATED and not config.getoption("execute"):
+        config.pluginmanager.register(budgets)
     if IN_XDIST_WORKER:
         # Workers share the cores among them already; the variable reaches what the tests start.
         os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

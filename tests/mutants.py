@@ -35,7 +35,10 @@ GROUPS = {  # path:function, and " jit" behind device code; the first that fits
     "simgpu": r"simgpu/.*",
 }
 # Never drawn: tools that prove kernels and run none, what they compile, command lines.
-LEFT_OUT = r"kernels/(aot|tune|predict|parity|hub|upgrade|check|specs|\w*/?spec)|.*\b(main|parse|\w*cases?)\b"
+LEFT_OUT = (
+    r"kernels/(aot|tune|predict|parity|hub|upgrade|check|specs|\w*/?spec)"
+    r"|.*\b(main|parse|\w*cases?)\b"
+)
 SWAPS = {
     "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not",
     "is not": "is", "in": "not in", "not in": "in", "and": "or", "or": "and", "+": "-", "-": "+",

@@ -54,6 +54,8 @@ FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["matplotlib.figure", "torch._dynamo", "triton", "tyro", "fastgpt.train.trainer"]
 )
+TAKEN: list[float] = []
+"""Core-seconds of forks, which are no children of this process."""
 
 
 def forked(
@@ -82,6 +84,7 @@ def forked(
         for fork in forks:
             fork.join(timeout)
         texts = [Path(folder, name).read_text() for name in ("out", "err")]
+        TAKEN.extend(float(path.read_text()) for path in Path(folder).glob("seconds-*"))
         late = [fork for fork in forks if fork.exitcode is None]
         for fork in late:
             fork.kill()
@@ -104,7 +107,10 @@ def _call(folder: str, cwd: Path, environment: dict[str, str], function: Any, ar
         file = os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
     sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
-    function(*args)
+    try:
+        function(*args)
+    finally:
+        Path(folder, f"seconds-{os.getpid()}").write_text(str(sum(os.times()[:4])))
 
 
 def _run(arguments: list[str]) -> None:
@@ -137,8 +143,6 @@ class Ranks:
 
     def __init__(self, size: int = 2) -> None:
         self.size, self.links, self.forks = size, list[Connection](), list[Any]()
-        self.cpu_seconds = 0.0
-        """What the ranks have taken so far."""
 
     def __call__(self, function: Callable[..., Any], *args: object, timeout: float = 150) -> list:
         """Calls a function of a module on each rank; returns the results in the ranks' order.
@@ -159,7 +163,7 @@ class Ranks:
                     error, results[rank], seconds = link.recv()  # pyright: ignore
                 except EOFError:
                     error, seconds = "it has ended", 0
-                self.cpu_seconds += seconds
+                TAKEN.append(seconds)
                 if error:
                     self.stop()
                     raise AssertionError(f"rank {rank}: {error}")

@@ -1,15 +1,10 @@
-"""Helpers that start, interrupt and compare runs."""
+"""Helpers that interrupt and compare runs."""
 
 import hashlib
-import json
-import os
 import re
 import resource
 import signal
-import socket
-import subprocess
 import sys
-import sysconfig
 from contextlib import contextmanager
 
 import numpy as np
@@ -21,8 +16,7 @@ from safetensors.torch import load_file
 from fastgpt.checkpoint import checkpoint
 from fastgpt.logs.metrics import read_records
 from fastgpt.terminal import Display
-from tests.processes import ROOT
-from tests.warm import warm
+from tests.processes import ROOT, finish, read_until, torchrun  # noqa: F401
 
 # --- cut short ------------------------------------------------------------------------------------
 
@@ -159,71 +153,3 @@ def assert_same_up_to_rounding(run, expected):
             torch.stack(x[name].chunk(3))[[0, 2]] for x in (weights, wanted)
         )
     torch.testing.assert_close(weights, wanted, rtol=1e-3, atol=1e-5)
-
-
-# --- processes ------------------------------------------------------------------------------------
-
-
-def torchrun(ranks, *argv, cwd=ROOT, before=(), forks=False, **environment):
-    """Starts `torchrun --nproc_per_node=RANKS ARGV`, with its own port and session.
-
-    The words `before` stand before the command. With `forks` it is `tests.forkrun`, which is
-    faster, for what only the ranks do.
-
-    The port comes through torchrun's own environment variable, so that the command is as typed.
-    """
-    scripts = sysconfig.get_path("scripts")
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = str(listening.getsockname()[1])
-    own = {"PET_MASTER_PORT": port, "OMP_NUM_THREADS": "1", **environment}
-    own["PATH"] = os.pathsep.join([scripts, os.environ["PATH"]])
-    own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    if forks:
-        return warm().start(["-m", "tests.forkrun", str(ranks), *argv], cwd, **own)
-    command = ["torchrun", f"--nproc_per_node={ranks}"]
-    return subprocess.Popen(
-        [*before, *command, *argv],
-        cwd=cwd, env=os.environ | own, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def torchrun_in_turn(ranks, folder, argvs):
-    """Starts one job that trains several runs, given by their flags, one after the other."""
-    folder.mkdir()
-    (folder / "argvs.json").write_text(json.dumps(argvs))
-    (folder / "train.py").write_text(IN_TURN)
-    return torchrun(ranks, str(folder / "train.py"), str(folder / "argvs.json"), forks=True)
-
-
-IN_TURN = """
-import json, sys
-from fastgpt.cli import configure
-from fastgpt.faults.failure import abort_all_ranks
-from fastgpt.train.trainer import Trainer
-with abort_all_ranks():
-    for argv in json.load(open(sys.argv[1])):
-        Trainer(configure(argv)).fit()
-"""
-
-
-def finish(process, timeout=150):
-    """Returns the output of a process that must succeed."""
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, err
-    return out
-
-
-def read_until(process, pattern):
-    """Reads the output's lines up to the first that matches."""
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if re.search(pattern, line):
-            return
-    raise AssertionError("".join(lines) + process.stderr.read())

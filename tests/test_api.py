@@ -1,4 +1,4 @@
-"""The page about the Python API matches the docstrings, whose examples run."""
+"""The Python API: the examples in its docstrings run, its types are known, its errors are clear."""
 
 import doctest
 import json
@@ -14,20 +14,14 @@ import fastgpt
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.ops.tables import select
-from tests import api
 from tests.convert.models import saved_run
 from tests.processes import ROOT, ended
 
-
-def test_the_page_is_current():
-    assert api.PAGE.read_text(encoding="utf-8") == api.page(), "run python -m tests.api"
-
-
-def test_the_page_has_every_name_of_the_package():
-    assert set(fastgpt._MODULES) - {"RECIPES"} <= {*api.FUNCTIONS, *api.SETTINGS}
+WITHOUT = {"Config", "ModelConfig", "OpsConfig", "RECIPES"}
+METHODS = ("GPT.from_config", "GPT.forward", "GPT.generate")
 
 
-@pytest.mark.parametrize("name", [name for name in api.FUNCTIONS if name != "Trainer.fit"])
+@pytest.mark.parametrize("name", [*sorted({*fastgpt._MODULES} - WITHOUT), *METHODS])
 def test_the_examples_run(name, tmp_path, monkeypatch, one_thread):
     monkeypatch.setattr("fastgpt.device.device.measured_peak", lambda *_: 1e11)
     monkeypatch.chdir(tmp_path)
@@ -70,15 +64,9 @@ def test_the_types_of_the_public_names_are_known(tmp_path):
     """A user's script under pyright's strictest rules: right use passes, each misuse is found."""
     script = tmp_path / "mine.py"
     script.write_text(USE + MISUSE)
-    done = ended(
-        "pyright",
-        "--outputjson",
-        "--pythonpath",
-        sys.executable,
-        script,
-        PYTHONPATH=str(ROOT),
-        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ("pyright", "--outputjson", "--pythonpath", sys.executable, script)
+    done = ended(*command, PYTHONPATH=str(ROOT), PATH=path)
     found = json.loads(done.stdout)["generalDiagnostics"]
     first = USE.count("\n") + 1
     expected = set(range(first, first + MISUSE.count("\n") - 1))
@@ -88,18 +76,18 @@ def test_the_types_of_the_public_names_are_known(tmp_path):
 
 def test_errors_name_what_is_wrong():
     config = fastgpt.ModelConfig(num_layers=1, num_heads=2, dim=16, context=8)
-    with pytest.raises(UserError, match=r"^vocab_size is missing"):
+    with pytest.raises(UserError, match="vocab_size"):
         fastgpt.build_model(config, select(fastgpt.OpsConfig(), "cpu"))
     model = fastgpt.GPT.from_config(config, vocab_size=50)  # padded to 64
     for call in (model, lambda tokens: model.generate(tokens, max_new_tokens=1)):
-        with pytest.raises(UserError, match=r"from 0 to 50: expected ids of the vocabulary, 0 to"):
+        with pytest.raises(UserError, match="from 0 to 50"):
             call(torch.tensor([[0, 50]]))
     tokens = torch.zeros(1, 9, dtype=torch.long)
-    with pytest.raises(UserError, match=r"^9 tokens are longer than the model's context, 8"):
+    with pytest.raises(UserError, match="9 tokens"):
         model(tokens)
     assert model.generate(tokens, max_new_tokens=1).shape == (1, 10)
     for wrong in (torch.tensor([[-1]]), torch.tensor([1]), tokens.float()):
         with pytest.raises(UserError, match="expected"):
             model.generate(wrong, max_new_tokens=1)
-    with pytest.raises(UserError, match=r"^ModelConfig has no field layers"):
+    with pytest.raises(UserError, match="layers"):
         fastgpt.GPT.from_config(layers=1, vocab_size=3)

@@ -1,8 +1,7 @@
 """The installed package: its files, and the `kernels` that a program imports.
 
-Hugging Face has a distribution with the name of our folder, `kernels`. Installed, ours are
-`fastgpt.kernels` alone. In the repository's root `import kernels` finds our folder first, which
-stands for `fastgpt.kernels` and leads to the other distribution for names that are not ours.
+Hugging Face has a distribution `kernels`. In the repository's root `import kernels` finds our
+folder first, which stands for `fastgpt.kernels` and leads to the other for names that are not ours.
 """
 
 import ast
@@ -11,6 +10,7 @@ import re
 import shlex
 import shutil
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -175,6 +175,7 @@ def test_without_simgpu_an_error_says_how_to_get_the_executor(installed, tmp_pat
     assert done.stderr.count("is not installed: pip install ./simgpu") == 2
 
 
+@pytest.mark.slow
 def test_transformers_finds_hugging_faces_kernels_from_the_root(tmp_path):
     """Its version is one that transformers accepts, so that it imports names from `kernels`."""
     wanted = pytest.importorskip("transformers.utils.import_utils").KERNELS_MIN_VERSION
@@ -230,36 +231,26 @@ def test_the_console_commands_train_sample_and_prepare(installed, tiny, text, tm
 @pytest.mark.parametrize(
     ("checkout", "size", "said"),
     [
-        (ROOT, 1, f"/p/python {ROOT}/train.py"),
-        (ROOT, 2, f"/p/python {TORCHRUN} {ROOT}/train.py"),
-        (Path("/lib"), 1, "/p/python -m fastgpt.cli"),
-        (Path("/lib"), 2, f"/p/python {TORCHRUN} -m fastgpt.cli"),
+        (ROOT, 1, f"{ROOT}/train.py"),
+        (ROOT, 2, f"{TORCHRUN} {ROOT}/train.py"),
+        (Path("/lib"), 1, "-m fastgpt.cli"),
+        (Path("/lib"), 2, f"{TORCHRUN} -m fastgpt.cli"),
     ],
 )
-def test_the_resume_command_works_from_anywhere(checkout, size, said, monkeypatch):
+def test_printed_commands_work_from_anywhere(checkout, size, said, monkeypatch):
     monkeypatch.setattr(commands, "CHECKOUT", checkout)
     monkeypatch.setattr(sys, "executable", "/p/python")
     monkeypatch.setattr("os.getcwd", lambda: "/here")
-    assert commands.resume_command(Path("a run"), size) == f"{said} --resume '/here/a run'"
-
-
-@pytest.mark.parametrize(
-    ("version", "said"),
-    [
-        ("1", "/p/python -m fastgpt.sample /a/run"),
-        (None, f"cd {ROOT} && /p/python -m fastgpt.sample /a/run"),
-    ],
-)
-def test_the_sample_command_works_from_anywhere(version, said, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/p/python")
-    monkeypatch.setattr(commands, "installed", lambda _: version)
-    assert commands.sample_command(Path("/a/run")) == said
+    resume = commands.resume_command(Path("a run"), size)
+    assert resume == f"/p/python {said} --resume '/here/a run'"
+    for version, first in (("1", ""), (None, f"cd {ROOT} && ")):
+        monkeypatch.setattr(commands, "installed", lambda _, version=version: version)
+        sample = f"{first}/p/python -m fastgpt.sample /a/run"
+        assert checkout != ROOT or commands.sample_command(Path("/a/run")) == sample
 
 
 def test_the_commit_of_a_checkout_around_the_package_is_not_ours(monkeypatch):
-    monkeypatch.setattr(
-        manifest, "__file__", str(ROOT / "docs" / "kernels" / "run" / "manifest.py")
-    )
+    monkeypatch.setattr(manifest, "__file__", str(ROOT / "docs" / "run" / "manifest.py"))
     monkeypatch.setenv("FASTGPT_COMMIT", "abc")
     assert manifest.provenance()["commit"] == "abc"
 
@@ -274,3 +265,19 @@ def test_names_for_type_checkers_are_those_that_are_there():
         assert getattr(fastgpt, name) is getattr(sys.modules[module], name)
     with pytest.raises(AttributeError, match="module 'fastgpt' has no attribute 'nothing'"):
         _ = fastgpt.nothing
+
+
+def test_every_requirement_is_pinned_exactly_once():
+    def names(requirements: list[str]) -> list[str]:
+        return [re.match(r"[\w.-]+", r)[0].lower().replace("_", "-") for r in requirements]
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pins = re.findall(r"^[^#].*", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+    assert len(set(names(pins))) == len(pins)
+    extras = project["project"]["optional-dependencies"].values()
+    assert set(names(sum(extras, project["project"]["dependencies"]))) <= set(names(pins))
+    assert set(project["build-system"]["requires"]) <= set(pins)
+    versions = tomllib.loads((ROOT / "fastgpt" / "versions.toml").read_text())["pair"]
+    [pair] = [pair for pair in versions if pair.get("pinned")]
+    assert {f"{name}=={pair[name]}" for name in ("torch", "triton")} <= set(pins)
