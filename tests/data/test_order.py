@@ -149,7 +149,6 @@ def test_bos_epochs_cut_different_documents():
 
 @given(lengths=lengths, context=st.integers(1, 40), epoch=st.integers(0, 5))
 def test_document_samples_are_each_document_once_and_its_end(lengths, context, epoch):
-    """Document samples are each document once, cut at the context, even in a tiny corpus."""
     *documents, num_tokens = accumulate(lengths, initial=0)
     order = SampleOrder(
         num_tokens, context=context, seed=0, align="document", documents=np.array(documents)
@@ -174,10 +173,7 @@ def mixed(weights, state=None, align="none"):
 
 @given(weights=weights, scale=st.floats(0.01, 100))
 def test_every_count_stays_within_a_few_of_its_share(weights, scale):
-    """After any number of samples, each corpus's count stays within a few of its share.
-
-    Every one of 3,000 samples is tested; by chance alone, counts would be off by 50 and more.
-    """
+    """By chance alone, counts would be off by 50 and more."""
     corpora = mixed([weight * scale for weight in weights]).take(3_000)[:, 0]
     numbers = np.arange(1, 3_001)
     for corpus, weight in enumerate(weights):
