@@ -56,14 +56,14 @@ def test_prints_what_it_wrote(tmp_path, main, capsys):
 
 
 def test_every_flag_reaches_the_preparation(tmp_path, main):
-    documents = [f"document {i}" for i in range(300)]
+    documents = [f"document {i}" for i in range(700)]
     source = write_documents(tmp_path / "y.jsonl", documents, field="body")
     out = main(source, "--field", "body", "--val-fraction", "0.25", "--shard-tokens", "900",
                "--tokenizer", "chars", "--workers", "3")  # fmt: skip
     manifest = json.loads((out / "manifest.json").read_text())
     assert (manifest["tokenizer"], manifest["val_fraction"]) == ("chars", 0.25)
     assert manifest["splits"]["train"]["shards"][0]["tokens"] == 900
-    assert manifest["splits"]["val"]["documents"] == pytest.approx(75, abs=25)
+    assert manifest["splits"]["val"]["documents"] == pytest.approx(175, abs=40)
     out = main(source, "--field", "body", "--tokenizer", "bpe", "--vocab-size", "270", out="bpe")
     manifest = json.loads((out / "manifest.json").read_text())
     assert (manifest["vocab_size"], manifest["val_fraction"]) == (270, 0.005)
@@ -132,29 +132,19 @@ import re, sys
 from pathlib import Path
 from fastgpt.data.preparation import prepare
 for size in ("small", "large"):
-    folder = Path(sys.argv[1], size)
-    [path] = folder.glob("x.*")
-    prepare(str(path), folder / "out", tokenizer=sys.argv[2], workers=2)
+    path = Path(sys.argv[1], size)
+    prepare(f"{path}.parquet", path, tokenizer="bytes", workers=2)
     # not ru_maxrss, which starts at the peak of the process that started this one
     print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    ("name", "tokenizer"),
-    [
-        ("x.parquet", "bytes"),
-        pytest.param("x.txt", "chars", marks=pytest.mark.slow),
-        pytest.param("x.jsonl.gz", "bytes", marks=pytest.mark.slow),
-    ],
-)
-def test_memory_does_not_grow_with_the_source(tmp_path, name, tokenizer):
+def test_memory_does_not_grow_with_the_source(tmp_path):
     for size, megabytes in (("small", 8), ("large", 56)):
-        (tmp_path / size).mkdir()
         lines = [f"{i} {'some words and numbers; ' * 40}" for i in range(megabytes * 2**10)]
-        write_documents(tmp_path / size / name, lines, separator="\n")
-    done = python("-c", MEMORY, tmp_path, tokenizer)
+        write_documents(tmp_path / f"{size}.parquet", lines)
+    done = python("-c", MEMORY, tmp_path)
     assert done.returncode == 0, done.stderr
     small, large = map(int, done.stdout.split())
     assert large - small < 24 * 1024  # KiB, for 48 MiB more; read whole, 48 MiB at the least
@@ -175,18 +165,13 @@ def preparing(source, tmp_path):
 
 
 def test_killed_wherever_it_changes_the_disk_nothing_looks_whole(tmp_path):
-    notes = tmp_path / "notes"
-    notes.mkdir()
+    (tmp_path / "notes").mkdir()
     for name in "abc":  # each without its last newline
-        (notes / name).write_text(f"file {name}: {'some words naïve and ' * 3}end")
-    options = json.dumps({"tokenizer": "chars", "shard_tokens": 50, "val_fraction": 0.3})
-    done = python("-m", "tests.data.killed_prepare", notes, tmp_path, options)
+        (tmp_path / "notes" / name).write_text(f"file {name}: {'some words naïve and ' * 3}end")
+    done = python("-m", "tests.data.killed_prepare", tmp_path / "notes", tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["wrong"] == []
-    assert found["kills"] > 20
-    assert found["again"] > 5
-    assert found["files"] >= 5
+    assert int(done.stdout) > 20
+    assert len(list((tmp_path / "whole").iterdir())) >= 5
 
 
 def test_what_a_killed_process_left_is_removed(preparing, tmp_path):
@@ -216,10 +201,12 @@ def test_bad_document_is_named_by_its_line_and_can_be_mended(source, preparing, 
     assert contents(preparing()) == whole
 
 
-def test_second_process_for_the_same_place_is_refused_at_once(preparing):
+def test_unfinished_shards_have_no_header_and_another_process_is_refused(preparing, tmp_path):
     refused = []
 
     def report(tokens):
+        for path in (tmp_path / "out.incomplete").glob("*.bin"):
+            assert path.read_bytes()[:1024] == bytes(1024)
         if len(refused) < 3:
             with pytest.raises(UserError, match=r"another process is preparing .*out: wait"):
                 preparing()

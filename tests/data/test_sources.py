@@ -1,18 +1,29 @@
-from pathlib import Path
+"""Sources by name, path or pattern, of the hub, and files that are downloaded."""
+
+import hashlib
+import socket
+import sys
+from unittest import mock
 
 import pytest
+import requests
 
-from fastgpt.data import download, sources
+from fastgpt.data import download, reading, sources
+from fastgpt.data.download import published_file
+from fastgpt.data.preparation import open_corpus
 from fastgpt.data.sources import SHAKESPEARE_SHA256, find_source, stdlib_source
 from fastgpt.errors import UserError
+from fastgpt.files import cache_dir
 
 
 @pytest.fixture(autouse=True)
-def nowhere(tmp_path, monkeypatch):
-    """Provides no files, and a network that must not be used."""
+def mine(tmp_path, monkeypatch):
+    """An empty folder of the user's own data, without what was read from the hub before."""
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
-    monkeypatch.setattr(download, "_download", None)
-    monkeypatch.setattr(sources, "load_splits", None)
+    (tmp_path / "mine").mkdir()
+    reading.load_splits.cache_clear()
+    yield tmp_path / "mine"
+    reading.load_splits.cache_clear()
 
 
 @pytest.fixture
@@ -50,24 +61,11 @@ def test_builtin_leaves_out_what_is_not_the_library(tmp_path, monkeypatch):
     assert (found.name, found.split, found.ends_lines) == ("builtin", "tail", False)
 
 
-def test_shakespeare_is_the_published_file(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(download, "_download", lambda *args: asked.append(args) or b"To be")
-    [file] = find_source("shakespeare").files
-    assert file.path == str(tmp_path / "cache" / "tinyshakespeare.txt")
-    [(url, sha256, _)] = asked
-    assert url.endswith("/tinyshakespeare/input.txt")
-    assert sha256 == SHAKESPEARE_SHA256
-    write(tmp_path / "mine", "tinyshakespeare.txt")
-    with pytest.raises(UserError, match="is not tiny shakespeare"):
-        find_source("shakespeare")
-
-
-def test_files_of_a_named_set_in_the_data_folder_are_used(tmp_path):
-    write(tmp_path / "mine", "fineweb/0.jsonl", "tinystories/train.txt", "tinystories/valid.txt")
+def test_files_of_a_named_set_in_the_data_folder_are_used(mine):
+    write(mine, "fineweb/0.jsonl", "tinystories/train.txt", "tinystories/valid.txt")
     local = find_source("fineweb", field="content")
     assert (local.name, local.split, local.field) == ("fineweb", "hash", "content")
-    assert [file.path for file in local.files] == [str(tmp_path / "mine/fineweb/0.jsonl")]
+    assert [file.path for file in local.files] == [str(mine / "fineweb/0.jsonl")]
     stories = find_source("tinystories")
     assert (stories.separator, stories.split) == ("<|endoftext|>", "named")
     assert find_source("tinystories", separator="--").separator == "--"
@@ -88,17 +86,20 @@ def test_files_of_a_named_set_in_the_data_folder_are_used(tmp_path):
         ("hf:one/set", {"separator": "--"}, "for text files only"),
         ("{}/x.jsonl", {"encoding": "cp1252"}, "encoding cp1252 is for text files only"),
         *(("qqq", {"encoding": name}, "is unknown") for name in ("utf-9", "rot13", "\0", "")),
+        *((name, {}, "hf:owner/name") for name in ("hf:", "hf:set", "hf:a/b/c/d", "hf:a/b@")),
+        ("{}/splits", {}, "more.jsonl is named neither train nor validation"),
     ],
 )
 def test_wrong_source_is_named(tmp_path, source, options, word):
     write(tmp_path, "hidden/.x", "x.jsonl")
+    write(tmp_path / "splits", "train.jsonl", "val.jsonl", "more.jsonl")
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError) as raised:
         find_source(source.format(tmp_path), **options)
     assert word in str(raised.value)
 
 
-# --- which files ----------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -120,24 +121,14 @@ def test_folder_gives_its_files_in_order_and_their_format(folder, taken, left_ou
 
 
 @pytest.mark.parametrize("other", ["notes.md", "d.parquet"])
-def test_files_of_several_kinds_are_refused_and_a_pattern_chooses(tmp_path, other):
-    write(tmp_path, "a.jsonl", "b/c.jsonl.gz", other)
-    for mixed in (tmp_path, f"{tmp_path}/**/*"):
-        with pytest.raises(UserError, match="several kinds") as refused:
+def test_files_of_several_kinds_are_refused_and_a_pattern_chooses(folder, other):
+    write(folder, "a.jsonl", "b/c.jsonl.gz", "[a].jsonl", other)
+    for mixed in (folder, f"{folder}/**/*"):
+        with pytest.raises(UserError, match=f"several kinds.*{folder}/{other}"):
             find_source(str(mixed))
-        assert f"{tmp_path}/{other}" in str(refused.value)
-    assert names(f"{tmp_path}/**/*.jsonl*", tmp_path) == ["a.jsonl", "b/c.jsonl.gz"]
-
-
-def test_pattern_is_sorted_and_a_name_is_itself_first(tmp_path):
-    write(tmp_path, "2.txt", "10.txt", "a/3.txt", "[x].txt", "x.txt")
-    expected = ["10.txt", "2.txt", "[x].txt", "a/3.txt", "x.txt"]
-    assert names(f"{tmp_path}/**/*.txt", tmp_path) == expected
-    assert names(f"{tmp_path}/[x].txt", tmp_path) == ["[x].txt"]
-    assert names(f"{tmp_path}/?.txt", tmp_path) == ["2.txt", "x.txt"]
-
-
-# --- splits ---------------------------------------------------------------------------------------
+    assert names(f"{folder}/**/*.jsonl*", folder) == ["[a].jsonl", "a.jsonl", "b/c.jsonl.gz"]
+    assert names(f"{folder}/[a].jsonl", folder) == ["[a].jsonl"]  # a name is itself first
+    assert names(f"{folder}/?.jsonl", folder) == ["a.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -161,12 +152,6 @@ def test_names_tell_the_split_if_all_of_them_do(tmp_path, given, splits):
         assert dict(find_source(str(source)).files) == expected
 
 
-def test_documents_beside_named_splits_must_say_where_they_belong(tmp_path):
-    write(tmp_path, "train.jsonl", "val.jsonl", "more.jsonl")
-    with pytest.raises(UserError, match=r"more\.jsonl is named neither train nor validation"):
-        find_source(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("given", "options", "split", "ends_lines"),
     [
@@ -183,6 +168,150 @@ def test_what_is_held_out_follows_from_the_files(folder, given, options, split, 
     found = find_source(str(folder / (given if " " not in given else "*")), **options)
     assert (found.split, found.ends_lines) == (split, ends_lines)
     assert found.plain == (split == "tail" or given == "train.txt val.txt")
-    whole = find_source(str(folder), **options)
-    assert (whole.ends_lines, whole.files) == (True, found.files)
-    assert Path(found.files[0].path).parent == folder
+    assert find_source(str(folder), **options).ends_lines
+
+
+# --- the hub --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def datasets():
+    return pytest.importorskip("datasets")
+
+
+@pytest.fixture
+def load(datasets, monkeypatch):
+    """Replaces the network by columns of made-up splits; returns the requests."""
+
+    def serve(size=None, **splits):
+        asked = []
+        found = {name: datasets.Dataset.from_dict(columns) for name, columns in splits.items()}
+
+        def load_dataset(streaming, path, name, revision):
+            asked.append((path, name, revision))
+            if streaming:
+                return {name: rows.to_iterable_dataset() for name, rows in found.items()}
+            return found
+
+        about = mock.Mock(info=mock.Mock(size_in_bytes=size))
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda **_: about)
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return asked
+
+    return serve
+
+
+def texts(source):
+    return [chunk.text for chunk in reading.read_chunks(source)]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "short"),
+    [
+        ("hf:some-one/My.Set", ("some-one/My.Set", None, None), "my"),
+        ("hf:one/set/en-10BT", ("one/set", "en-10BT", None), "set-en-10bt"),
+        ("hf:one/set@refs/convert/parquet", ("one/set", None, "refs/convert/parquet"), "set"),
+        ("fineweb-edu", ("HuggingFaceFW/fineweb-edu", "sample-10BT", None), "fineweb-edu"),
+    ],
+)
+def test_name_gives_repository_configuration_and_revision(load, monkeypatch, name, asked, short):
+    monkeypatch.setattr(reading, "BATCH_ROWS", 2)
+    for size in (None, 2**60):  # which no disk has: it is streamed
+        calls = load(size=size, train={"id": [1, 2, 3, 4], "content": ["a", None, "", "e"]})
+        source = find_source(name, field="content")
+        assert texts(source) == ["a", "e"]
+        assert calls == [asked]  # once: it is not loaded again to be read
+        assert (source.name, source.split, source.plain) == (short, "hash", False)
+        for field in ("text", "id"):
+            with pytest.raises(UserError, match=f"has no column '{field}' .*: id .*, content"):
+                texts(find_source(name, field=field))
+        reading.load_splits.cache_clear()
+
+
+@pytest.mark.parametrize("validation", ["validation", "valid", "val"])
+def test_published_validation_split_is_kept(load, validation):
+    load(**{"test": {"text": ["t"]}, validation: {"text": ["v"]}, "train": {"text": ["a", "b"]}})
+    source = find_source("tinystories")
+    assert source.split == "named"
+    assert [file.split for file in source.files] == ["train", "val"]
+    assert texts(source) == ["a", "b", "v"]
+    corpus = open_corpus("tinystories", tokenizer="bytes", val_fraction=0.3)
+    assert corpus.tokenizer.decode(corpus.train[:]) == "a\nb\n"
+
+
+def test_set_that_cannot_be_had_is_named(load, datasets, monkeypatch, mine):
+    load(test={"text": ["a"]}, dev={"text": ["b"]})
+    place = f"put them into {mine / 'fineweb'} "
+    with pytest.raises(UserError, match=f"has the splits test, dev: expected train.*{place}"):
+        find_source("fineweb")
+    offline = mock.Mock(side_effect=ConnectionError("Couldn't reach\nthe hub"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", offline)
+    with pytest.raises(UserError, match=rf"^[^\n]+\(Couldn't reach the hub\)[^\n]+{place}"):
+        find_source("fineweb")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=f"needs the package datasets.*{place}"):
+        find_source("fineweb")
+
+
+# --- downloads ------------------------------------------------------------------------------------
+
+
+def fetch(content=b"content", url="http://127.0.0.1:1/x.bin"):
+    sha256 = hashlib.sha256(content).hexdigest()
+    return published_file("x.bin", url, sha256=sha256, what="mine", instead="x.bin")
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """Replaces the network by an answer; its mock counts the requests."""
+    response = requests.Response()
+    response.status_code, response._content = 200, b"content"
+    monkeypatch.setattr(requests, "get", mock.Mock(return_value=response))
+    return response
+
+
+def test_file_is_fetched_once_and_replaced_if_it_is_another(answer, tmp_path):
+    path = cache_dir() / "x.bin"
+    assert [fetch(), fetch()] == [path] * 2
+    assert (path.read_bytes(), requests.get.call_count) == (b"content", 1)
+    write(tmp_path, "theirs")
+    path.unlink()
+    path.symlink_to(tmp_path / "theirs")
+    assert fetch().read_bytes() == b"content"
+    assert (tmp_path / "theirs").read_bytes() == b"x"
+    assert [*cache_dir().iterdir()] == [path]
+
+
+def test_own_file_is_taken_and_must_be_the_published_one(answer, mine):
+    write(mine, "x.bin", "tinyshakespeare.txt")
+    assert fetch(b"x") == mine / "x.bin"
+    with pytest.raises(UserError, match=r"x\.bin is not mine: its sha256 is .*, expected "):
+        fetch()
+    with pytest.raises(UserError, match=f"is not tiny shakespeare.*expected {SHAKESPEARE_SHA256}"):
+        find_source("shakespeare")
+    assert requests.get.call_count == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "reason"),
+    [(404, b"content", "404 Client Error"), (200, b"other", "it has sha256 .*, expected ")],
+)
+def test_failed_download_is_told_and_leaves_nothing(answer, mine, status, content, reason):
+    answer.status_code = status
+    with pytest.raises(UserError, match=f"^put x.bin into {mine} .*: cannot download .*{reason}"):
+        fetch(content)
+    assert [*cache_dir().iterdir()] == []
+
+
+def test_server_or_disk_that_refuses_is_named(monkeypatch):
+    cache_dir().touch()
+    with pytest.raises(UserError, match=r"cannot write .*cache/x"):
+        fetch()
+    cache_dir().unlink()
+    monkeypatch.setattr(download, "TIMEOUTS_S", (1, 0.02))
+    with pytest.raises(UserError, match=r"x\.bin: Connection refused$"):
+        fetch()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.bin"
+        with pytest.raises(UserError, match=f"{url}: timed out$"):
+            fetch(url=url)
