@@ -20,12 +20,12 @@ def stories(tmp_path):
 
 
 @pytest.fixture
-def shown(capfd):
+def shown(capsys):
     """Runs the command, which must succeed; returns its output."""
 
     def run(*argv):
         main([str(arg) for arg in argv])
-        out, err = capfd.readouterr()
+        out, err = capsys.readouterr()
         assert err == ""
         return out
 
@@ -40,21 +40,20 @@ def row(out, name):
 
 def test_counts_are_those_of_the_shards(stories, shown):
     corpus, out = open_corpus(str(stories), tokenizer="auto", val_fraction=0.1), shown(stories)
-    both = (corpus.train, corpus.val)
+    both, eot_id = (corpus.train, corpus.val), corpus.tokenizer.eot_id
+    documents = [(tokens[:] == eot_id).sum() for tokens in both]
+    assert sum(documents) == 120
+    sizes = [split["bytes"] for split in corpus.manifest["splits"].values()]
+    assert sum(sizes) == sum(len(text.encode()) for text in TEXTS)
     assert row(out, "tokens") == [len(tokens) for tokens in both]
     assert row(out, "shards") == [len(list(stories.glob(f"{s}_*"))) for s in ("train", "val")]
-    assert row(out, "shards")[0] > 3
-    documents = row(out, "documents")
-    assert documents == [(tokens[:] == corpus.tokenizer.eot_id).sum() for tokens in both]
-    assert sum(documents) == 120
-    means = [round(len(t) / n, 1) for t, n in zip(both, documents)]
-    assert row(out, "tokens per document") == means
-    size = sum(len(text.encode()) for text in TEXTS)
-    assert sum(row(out, "bytes of text")) == size
-    assert np.average(row(out, "bytes per token"), weights=row(out, "tokens")) == pytest.approx(
-        size / sum(map(len, both)), abs=0.01
-    )
-    assert f"vocabulary 257, end of text {corpus.tokenizer.eot_id}, uint16" in out
+    assert row(out, "documents") == documents
+    assert row(out, "tokens per document") == [
+        round(len(t) / n, 1) for t, n in zip(both, documents)
+    ]
+    assert row(out, "bytes of text") == sizes
+    assert row(out, "bytes per token") == [round(n / len(t), 2) for t, n in zip(both, sizes)]
+    assert f"vocabulary 257, end of text {eot_id}, uint16" in out
     assert f"sha256 {corpus.sha256}" in out
 
 
@@ -74,25 +73,22 @@ def test_text_or_shards_of_another_program_are_shown(tmp_path, shown, stories):
     assert "verified: ids of 2 shards" in out
 
 
-def test_verify_finds_what_size_and_time_hide(stories, shown, capfd):
+def test_verify_finds_what_size_and_time_hide(stories, shown, capsys):
     count = len(list(stories.glob("*.bin")))
     assert f"verified: sha256 and ids of {count} shards" in shown(stories, "--verify")
     path = stories / "train_000002.bin"
     status = path.stat()
-    for byte in (1_000, 1_024, status.st_size - 1):
-        flip(path, byte, bit=2)
-        same_times(path, status)
-        assert "tokens" in shown(stories)
-        said = one_line_error(capfd, main, [str(stories), "--verify"])
-        assert f"{path} is damaged: its sha256 is" in said
-        flip(path, byte, bit=2)
-    assert "verified" in shown(stories, "--verify")
+    flip(path, status.st_size - 1, bit=2)
+    same_times(path, status)
+    assert "tokens" in shown(stories)
+    said = one_line_error(capsys, main, [str(stories), "--verify"])
+    assert f"{path} is damaged: its sha256 is" in said
 
 
 @pytest.mark.parametrize(
     ("argv", "word"),
     [(["nowhere"], "no such folder"), (["."], "has no *train*.bin"), ([".", "--x"], "'--x'")],
 )
-def test_bad_input_is_one_line(capfd, argv, word, tmp_path, monkeypatch):
+def test_bad_input_is_one_line(capsys, argv, word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert word in one_line_error(capfd, main, argv)
+    assert word in one_line_error(capsys, main, argv)
