@@ -1,5 +1,9 @@
+"""Corpora: prepared ones, those in the cache, and what `python -m fastgpt.data` shows of one."""
+
 import hashlib
 import json
+import os
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +17,15 @@ import pytest
 from fastgpt.config.config import DataConfig
 from fastgpt.config.recipes import RECIPES
 from fastgpt.data import preparation
+from fastgpt.data.__main__ import main
 from fastgpt.data.preparation import open_corpus, prepare
 from fastgpt.data.sources import SHAKESPEARE_SHA256
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.files import cache_dir
 from fastgpt.train.data import sample_prompt
-from tests.data.sets import split_ids, write_shard
-from tests.runs import before_each
+from tests.data.sets import flip, prepared, same_times, split_ids, texts, write_shard
+from tests.runs import before_each, one_line_error
 
 TEXT = "".join(f"line {i} of the text, naïve\n" for i in range(100))
 
@@ -190,13 +195,14 @@ def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):
     assert len(entries()) == 6
 
 
+def truncate(path):
+    os.truncate(path, path.stat().st_size - 5)
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *product(
-            ("train_000000.bin", "tokenizer.json", "manifest.json"),
-            (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-5])),
-        ),
+        *product(["train_000000.bin", "tokenizer.json", "manifest.json"], [Path.unlink, truncate]),
         ("train_000000.bin", lambda path: write_shard(path, split_ids(path.parent, "train")[:-1])),
         ("train_000000.bin", lambda path: write_shard(path, split_ids(path.parent, "train") ^ 1)),
     ],
@@ -222,6 +228,92 @@ def test_of_many_at_once_one_prepares_and_all_have_it(text_file, damaged, monkey
 
     before_each(monkeypatch, preparation, "write_directory", count)
     with ThreadPoolExecutor(6) as pool:
-        texts = list(pool.map(lambda _: text_of(opened(text_file)), range(6)))
-    assert texts == [TEXT] * 6
+        found = list(pool.map(lambda _: text_of(opened(text_file)), range(6)))
+    assert found == [TEXT] * 6
     assert len(written) == len(entries()) == 1
+
+
+# --- shown ----------------------------------------------------------------------------------------
+
+TEXTS = texts(120, longest=30)
+
+
+@pytest.fixture
+def stories(tmp_path):
+    """Directory with 120 documents in several shards."""
+    return prepared(tmp_path / "stories", TEXTS, shard_tokens=2_000)
+
+
+@pytest.fixture
+def shown(capsys):
+    """Runs the command, which must succeed; returns its output."""
+
+    def run(*argv):
+        main([str(arg) for arg in argv])
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return run
+
+
+def row(out, name):
+    """Returns the numbers in the row `name` of the printed table."""
+    [line] = [line for line in out.splitlines() if re.match(rf"{name}  ", line)]
+    return [float(n.replace(",", "")) for n in re.findall(r"[\d,]+\.?\d*", line)]
+
+
+def test_counts_are_those_of_the_shards(stories, shown):
+    corpus, out = open_corpus(str(stories), tokenizer="auto", val_fraction=0.1), shown(stories)
+    both, eot_id = (corpus.train, corpus.val), corpus.tokenizer.eot_id
+    documents = [(tokens[:] == eot_id).sum() for tokens in both]
+    assert sum(documents) == 120
+    sizes = [split["bytes"] for split in corpus.manifest["splits"].values()]
+    assert sum(sizes) == sum(len(text.encode()) for text in TEXTS)
+    assert row(out, "tokens") == [len(tokens) for tokens in both]
+    assert row(out, "shards") == [len(list(stories.glob(f"{s}_*"))) for s in ("train", "val")]
+    assert row(out, "documents") == documents
+    assert row(out, "tokens per document") == [
+        round(len(t) / n, 1) for t, n in zip(both, documents)
+    ]
+    assert row(out, "bytes of text") == sizes
+    assert row(out, "bytes per token") == [round(n / len(t), 2) for t, n in zip(both, sizes)]
+    assert f"vocabulary 257, end of text {eot_id}, uint16" in out
+    assert f"sha256 {corpus.sha256}" in out
+
+
+def test_text_or_shards_of_another_program_are_shown(tmp_path, shown, stories):
+    (tmp_path / "x.txt").write_text("no documents. " * 20)
+    out = shown(prepare(str(tmp_path / "x.txt"), tmp_path / "x"))
+    assert "end of text none" in out
+    assert "documents " not in out
+    folder = tmp_path / "[bold] fineweb10B"
+    folder.mkdir()
+    write_shard(folder / "fineweb_train_000001.bin", np.arange(300) % 250)
+    write_shard(folder / "fineweb_val_000000.bin", range(100))
+    out = shown(folder, "--tokenizer", stories, "--verify")
+    assert row(out, "tokens") == [300, 100]
+    assert row(out, "documents") == [2, 1]
+    assert str(folder) in out
+    assert "verified: ids of 2 shards" in out
+
+
+def test_verify_finds_what_size_and_time_hide(stories, shown, capsys):
+    count = len(list(stories.glob("*.bin")))
+    assert f"verified: sha256 and ids of {count} shards" in shown(stories, "--verify")
+    path = stories / "train_000002.bin"
+    status = path.stat()
+    flip(path, status.st_size - 1, bit=2)
+    same_times(path, status)
+    assert "tokens" in shown(stories)
+    said = one_line_error(capsys, main, [str(stories), "--verify"])
+    assert f"{path} is damaged: its sha256 is" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [(["nowhere"], "no such folder"), (["."], "has no *train*.bin"), ([".", "--x"], "'--x'")],
+)
+def test_bad_input_is_one_line(capsys, argv, word, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert word in one_line_error(capsys, main, argv)

@@ -161,33 +161,30 @@ def test_prepared_tokenizer_must_be_the_one_asked_for(tmp_path):
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def test_epochs_and_waits_for_data_are_counted(fit, capfd, monkeypatch):
-    """An epoch over 655 tokens is 40 windows of 16; each batch comes 0.3 s late."""
-    before_each(monkeypatch, Mixture, "take", lambda *_: time.sleep(0.3))
-    run = fit()
-    assert series(run, "epoch") == {step: pytest.approx(step / 5) for step in range(1, 9)}
-    assert "epoch 1.40  grad norm" in capfd.readouterr().out
-    waits = series(run, "data_wait")
+def test_run_over_a_mixture_scores_each_corpus_and_goes_on_where_it_was(
+    fit, two, tmp_path, capfd, monkeypatch
+):
+    source = "--optim.schedule constant --data.source {}=0.75,{}=0.25".format(*two)
+    with monkeypatch.context() as patch:
+        before_each(patch, Mixture, "take", lambda *_: time.sleep(0.3))
+        whole = fit(source, f"--run-dir {tmp_path / 'whole'}")
+    scores = [x for x in read_records(whole / "metrics.jsonl") if "val_loss" in x]
+    assert len(scores) == 3
+    for record in scores:
+        first, second = record["val_losses"]
+        assert record["val_loss"] == pytest.approx(0.75 * first + 0.25 * second)
+        assert first != second
+        assert record["val_tokens"] == 71 + 227
+        assert "val_bits_per_byte" not in record
+    manifest = json.loads((whole / "manifest.json").read_text())["data"]
+    assert manifest["weights"] == [0.75, 0.25]
+    assert manifest["samples_per_epoch"] == [40, 127]
+    # 48 of 64 samples, by the rule a few more or less, of 40 an epoch
+    assert series(whole, "epoch")[8] == pytest.approx(48 / 40, abs=3 / 40)
+    waits = series(whole, "data_wait")
     assert len(waits) == 8
     assert all(0 <= share <= 1 for share in waits.values())
     assert min(waits[7], waits[8]) > 0.1  # what was ready before is used up
-    assert json.loads((run / "manifest.json").read_text())["data"]["samples_per_epoch"] == [40]
-
-
-def test_run_over_a_mixture_scores_each_corpus_and_goes_on_where_it_was(fit, two, tmp_path, capfd):
-    source = "--optim.schedule constant --data.source {}=0.75,{}=0.25".format(*two)
-    whole = fit(source, f"--run-dir {tmp_path / 'whole'}")
-    for record in read_records(whole / "metrics.jsonl"):
-        if "val_loss" in record:
-            first, second = record["val_losses"]
-            assert record["val_loss"] == pytest.approx(0.75 * first + 0.25 * second)
-            assert first != second
-            assert record["val_tokens"] == 71 + 227
-            assert "val_bits_per_byte" not in record
-    manifest = json.loads((whole / "manifest.json").read_text())["data"]
-    assert manifest["weights"] == [0.75, 0.25]
-    # 48 of 64 samples, by the rule a few more or less, of 40 an epoch
-    assert series(whole, "epoch")[8] == pytest.approx(48 / 40, abs=3 / 40)
 
     cut = fit(source, "--steps 4")
     capfd.readouterr()
