@@ -4,7 +4,6 @@ import sys
 from itertools import product
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -213,17 +212,16 @@ def test_damaged_compressed_file_is_named(tmp_path, suffix):
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "x.feather.arrow"])
 def test_damaged_parquet_or_arrow_is_named(tmp_path, name):
     path = write_documents(tmp_path / name, ["first"] * 9)
+    with pytest.raises(UserError, match="has no column 'body'"):
+        chunks(path, field="body")
     content = path.read_bytes()
-    damaged = [content[:100], content[:-300], b"{}"]
-    if name == "x.parquet":
-        page = content.index(b"first")
-        damaged.append(content[: page - 25] + b"x" * 30 + content[page + 5 :])
-        ends, text = map(pyarrow.py_buffer, (np.array([0, 2, 4], "<i4"), b"ok\xff\xfe"))
-        column = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, text])
-        pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)  # not UTF-8
-        damaged.append(path.read_bytes())
-    for data in damaged:
-        path.write_bytes(data)
+    for damaged in (
+        content[:100],
+        content[:-300],
+        b"{}",
+        content.replace(b"first", b"fir\xff\xfe"),
+    ):
+        path.write_bytes(damaged)
         with pytest.raises(UserError, match=rf"^cannot read .*{name}: [^\n]+$"):
             chunks(path)
 
@@ -233,5 +231,5 @@ def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         pass
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "x.zst").write_bytes(b"x")
-    with pytest.raises(UserError, match="needs pyarrow"), opened(str(tmp_path / "x.zst")):
-        pass
+    with pytest.raises(UserError, match="needs pyarrow"):
+        chunks(tmp_path / "x.zst")

@@ -153,35 +153,32 @@ def test_names_tell_the_split_if_all_of_them_do(tmp_path, given, splits):
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "split", "ends_lines"),
+    ("given", "separator", "split"),
     [
-        ("a.txt", {}, "tail", False),
-        ("a.txt", {"separator": "--"}, "hash", False),
-        ("a.jsonl", {}, "hash", False),
-        ("a.txt b.txt", {}, "tail", True),
-        ("train.txt val.txt", {}, "named", True),
-        ("train.jsonl val.jsonl", {}, "named", True),
+        ("a.txt", None, "tail"),
+        ("a.txt", "--", "hash"),
+        ("a.jsonl", None, "hash"),
+        ("a.txt b.txt", None, "tail"),
+        ("train.txt val.txt", None, "named"),
+        ("train.jsonl val.jsonl", None, "named"),
     ],
 )
-def test_what_is_held_out_follows_from_the_files(folder, given, options, split, ends_lines):
+def test_what_is_held_out_follows_from_the_files(folder, given, separator, split):
     write(folder, *given.split())
-    found = find_source(str(folder / (given if " " not in given else "*")), **options)
-    assert (found.split, found.ends_lines) == (split, ends_lines)
+    name = given if " " not in given else "*"
+    found = find_source(str(folder / name), separator=separator)
+    assert (found.split, found.ends_lines) == (split, name == "*")
     assert found.plain == (split == "tail" or given == "train.txt val.txt")
-    assert find_source(str(folder), **options).ends_lines
+    assert find_source(str(folder)).ends_lines
 
 
 # --- the hub --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def datasets():
-    return pytest.importorskip("datasets")
-
-
-@pytest.fixture
-def load(datasets, monkeypatch):
+def load(monkeypatch):
     """Replaces the network by columns of made-up splits; returns the requests."""
+    datasets = pytest.importorskip("datasets")
 
     def serve(size=None, **splits):
         asked = []
@@ -239,14 +236,14 @@ def test_published_validation_split_is_kept(load, validation):
     assert corpus.tokenizer.decode(corpus.train[:]) == "a\nb\n"
 
 
-def test_set_that_cannot_be_had_is_named(load, datasets, monkeypatch, mine):
+def test_set_that_cannot_be_had_is_named(load, monkeypatch, mine):
     load(test={"text": ["a"]}, dev={"text": ["b"]})
     place = f"put them into {mine / 'fineweb'} "
     with pytest.raises(UserError, match=f"has the splits test, dev: expected train.*{place}"):
         find_source("fineweb")
     offline = mock.Mock(side_effect=ConnectionError("Couldn't reach\nthe hub"))
-    monkeypatch.setattr(datasets, "load_dataset_builder", offline)
-    with pytest.raises(UserError, match=rf"^[^\n]+\(Couldn't reach the hub\)[^\n]+{place}"):
+    monkeypatch.setattr("datasets.load_dataset_builder", offline)
+    with pytest.raises(UserError, match=rf"\(Couldn't reach the hub\).*{place}"):
         find_source("fineweb")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=f"needs the package datasets.*{place}"):
