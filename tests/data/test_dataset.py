@@ -158,9 +158,6 @@ def test_prepared_tokenizer_must_be_the_one_asked_for(tmp_path):
             opened(out, tokenizer=asked)
 
 
-# --- runs -----------------------------------------------------------------------------------------
-
-
 def test_run_over_a_mixture_scores_each_corpus_and_goes_on_where_it_was(
     fit, two, tmp_path, capfd, monkeypatch
 ):

@@ -60,9 +60,6 @@ def held_out(out):
     return {split: decode(split_ids(out, split)).splitlines() for split in ("train", "val")}
 
 
-# --- the same bytes -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "name"),
     [
@@ -83,9 +80,6 @@ def test_number_of_workers_changes_no_byte(prepared, monkeypatch, name, tokenize
 
     before_each(monkeypatch, writing, "encode", wait)
     assert contents(prepared(workers=8, **options)) == alone
-
-
-# --- splits ---------------------------------------------------------------------------------------
 
 
 def test_hash_alone_decides_what_is_held_out(prepared):
@@ -121,9 +115,6 @@ def test_splits_that_files_are_named_for_are_kept(tmp_path):
 def test_split_that_leaves_nothing_is_refused(prepared, name, fraction, missing):
     with pytest.raises(UserError, match=rf"{fraction} of x .* leaves nothing to {missing}"):
         prepared(name=name, val_fraction=fraction)
-
-
-# --- documents among tokens -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
@@ -168,9 +159,6 @@ def test_more_than_65536_tokens_are_written_as_32_bits(prepared):
     assert found.dtype == "<u4"
     assert found.tolist() == list(range(len(many)))
     assert read_header(out / "val_000000.bin")[1] == LARGE
-
-
-# --- shards and manifest --------------------------------------------------------------------------
 
 
 def test_manifest_tells_what_is_there(prepared):

@@ -21,8 +21,6 @@ from tests.runs import before_each
 TOKENS = 4_000
 BYTES = 1024 + 2 * TOKENS
 
-# --- one shard ------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
@@ -202,9 +200,6 @@ def test_documents_are_looked_for_once_until_a_shard_changes(tmp_path, monkeypat
     same_times(path, status)
     assert document_starts(Tokens([path]), 7).tolist() == [0, 3]
     assert len(searches) == 3
-
-
-# --- written whole or not at all ------------------------------------------------------------------
 
 
 def test_file_is_synced_before_it_gets_its_name_and_an_old_one_kept(tmp_path, monkeypatch):
