@@ -219,10 +219,9 @@ def test_any_text_has_gpt2s_ids(gpt2, theirs, text):
     assert gpt2.encode(text).tolist() == theirs(text)
 
 
-@pytest.mark.parametrize("space", [" ", pytest.param("\u3000", marks=pytest.mark.slow)])
-def test_a_million_spaces_before_a_word(gpt2, theirs, space):
+def test_a_million_spaces_before_a_word(gpt2, theirs):
     """They are too many for one match of the pattern."""
-    text = f"a{space * 1_000_000}b{space * 20_000}7 8"
+    text = f"a{' ' * 1_000_000}b{' ' * 20_000}7 8"
     assert gpt2.encode(text).tolist() == theirs(text)
 
 
