@@ -12,7 +12,7 @@ from fastgpt.data.order import Mixture
 from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.logs.metrics import read_records
-from tests.data.sets import gpt2_files, prepared, texts, write_shard
+from tests.data.sets import prepared, texts, tokenizer_of, write_shard
 from tests.runs import before_each, series
 
 
@@ -124,8 +124,8 @@ def test_folder_of_llmc_shards_is_read_as_it_is(fineweb):
         opened(fineweb)
 
 
-def test_uint16_shards_without_a_tokenizer_are_gpt2s(fineweb):
-    gpt2_files()
+def test_uint16_shards_without_a_tokenizer_are_gpt2s(fineweb, monkeypatch):
+    monkeypatch.setattr("fastgpt.data.corpus.make_tokenizer", lambda kind, _: tokenizer_of(kind))
     write_shard(fineweb / "fineweb_val_000000.bin", [50_256, 15_496, 995] * 3)
     corpus = opened(fineweb).corpora[0]
     assert (corpus.tokenizer.kind, corpus.tokenizer.vocab_size) == ("gpt2", 50_257)

@@ -255,13 +255,13 @@ def test_ctrl_c_ends_quietly_and_the_same_command_begins_again(
     whole, before = contents(main(source, *flags, out="whole")), sorted(tmp_path.glob("[!.]*"))
     calls = []
 
-    def interrupt(*_, **__):
+    def interrupt(*_):
         calls.append(1)
         if len(calls) == 8:
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        before_each(patch, writing, "encode", interrupt)
+        before_each(patch, writing.ShardWriter, "append", interrupt)
         with pytest.raises(SystemExit) as stopped:
             main(source, *flags)
     assert stopped.value.code == 130
