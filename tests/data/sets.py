@@ -18,8 +18,6 @@ import pytest
 from fastgpt.data.preparation import prepare
 from fastgpt.data.tokenizers import Tokenizer, make_tokenizer
 
-SAMPLINGS = ("epoch", "random-windows")
-ALIGNMENTS = ("none", "bos", "document")
 WORDS = "the cat sat on a mat and that dog ran to its log while one old hen hid"
 
 
@@ -80,7 +78,7 @@ def write_documents(
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(table, path, row_group_size=rows)
         return path
-    if any(suffix in (".jsonl", ".ndjson", ".json") for suffix in path.suffixes):
+    if {".jsonl", ".ndjson"} & {*path.suffixes}:
         lines = [json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)]
         data = "".join(lines).encode()
     else:
@@ -135,18 +133,15 @@ def same_times(path: Path, status: os.stat_result) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def read_ids(path: Path) -> np.ndarray:
-    """Reads the token ids of an llm.c shard."""
-    data = path.read_bytes()
-    kinds = {numbers: kind for kind, numbers in FORMATS.items()}
-    ids = np.frombuffer(data, kinds[struct.unpack_from("<2i", data)], offset=1024)
-    assert data == shard_bytes(ids, ids.dtype.name)
-    return ids
-
-
 def split_ids(folder: Path, split: str) -> np.ndarray:
     """Reads all ids of a split, in the order of its shards' names."""
-    return np.concatenate([read_ids(path) for path in sorted(folder.glob(f"{split}_*.bin"))])
+    kinds = {numbers: kind for kind, numbers in FORMATS.items()}
+    found = []
+    for path in sorted(folder.glob(f"{split}_*.bin")):
+        data = path.read_bytes()
+        found.append(np.frombuffer(data, kinds[struct.unpack_from("<2i", data)], offset=1024))
+        assert data == shard_bytes(found[-1], found[-1].dtype.name)
+    return np.concatenate(found)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

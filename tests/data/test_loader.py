@@ -1,4 +1,4 @@
-"""The loader: contents of batches, and the thread that prepares them."""
+"""The loader's batches and its thread, and batches for evaluation."""
 
 import gc
 import threading
@@ -7,155 +7,79 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fastgpt.data.loader import IGNORED, Loader
+from fastgpt.data.loader import IGNORED, Loader, eval_batches, random_batches
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.errors import UserError
-from tests.runs import before_each
 
-# As its own token, each position tells where a sample starts.
-POSITIONS = np.arange(5_000)
+EOT = 999
 
 
 def loader_threads():
     return [t for t in threading.enumerate() if t.name.startswith("fastgpt-loader")]
 
 
-def open_loader(tokens=POSITIONS, *, context=16, seed=0, sampling="epoch", state=None, **kwargs):
-    """Opens a loader of windows of one corpus."""
-    order = SampleOrder(len(tokens), context=context, seed=seed, sampling=sampling)
-    return Loader([tokens], Mixture([order], [1.0], state), context=context, **kwargs)
+def open_loader(tokens=5_000, *, context=16, state=None, **options):
+    """Opens a loader of windows of a corpus whose tokens are their positions."""
+    order = SampleOrder(tokens, context=context, seed=0)
+    options = {"global_batch": 4, "micro_batch": 4, **options}
+    mixture = Mixture([order], [1.0], state)
+    return Loader([np.arange(tokens, dtype=np.uint16)], mixture, context=context, **options)
 
 
-# --- what is in a batch ---------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
-def test_targets_are_the_next_tokens():
-    tokens = np.random.default_rng(0).integers(0, 50_257, 1_000).astype(np.uint16)
-    with open_loader(tokens, global_batch=4, micro_batch=4) as loader:
+def test_batches_are_not_written_again():
+    with open_loader() as loader:
         x, y = loader.next()
         assert loader.target_ratio == 1
-    order = SampleOrder(1_000, context=16, seed=0, sampling="epoch")
-    assert x.shape == y.shape == (4, 16)
+        before = x.clone()
+        for _ in range(20):
+            loader.next()
+    assert torch.equal(x, before)
+    assert torch.equal(y, before + 1)
     assert x.dtype == y.dtype == torch.int64
     assert x.is_contiguous()
     assert y.is_contiguous()
-    for row, start in enumerate(order.take(0, 0, 4)[0]):
-        assert x[row].tolist() == tokens[start : start + 16].tolist()
-        assert y[row].tolist() == tokens[start + 1 : start + 17].tolist()
-
-
-EOT = 999
-TEXTS = [[7, 8, 9], [], [1, 2, 3, 4, 5, 6, 7], [10], [2, 4, 6, 8, 10]]
-"""The documents of a corpus; each stands after an end-of-text token."""
-
-
-def of_texts(texts, *, context):
-    """Returns the tokens of `TEXTS`, and the order of their samples."""
-    tokens = np.array([token for text in texts for token in (EOT, *text)])
-    documents = np.flatnonzero(tokens == EOT)
-    order = SampleOrder(len(tokens), context=context, seed=0, align="document", documents=documents)
-    return tokens, order
-
-
-def padded(text, context):
-    """Makes x and y of a document in one row: cut at T + 1 tokens, or padded."""
-    sample = [EOT, *text, EOT][: context + 1]
-    fill = context - len(sample) + 1
-    return sample[:-1] + [EOT] * fill, sample[1:] + [IGNORED] * fill
-
-
-@pytest.mark.parametrize("context", [1, 4, 6, 7, 8, 9])
-def test_document_samples_are_one_document_a_row_filled_up_or_cut(context):
-    """Document samples hold one document per row, cut at the context or padded.
-
-    The last one of the corpus also ends with an end-of-text target, which no token follows.
-    """
-    tokens, order = of_texts(TEXTS, context=context)
-    samples = Mixture([order], [1.0])
-    size = {"context": context, "global_batch": 5, "micro_batch": 5}
-    with Loader([tokens], samples, **size, pad_id=EOT) as loader:
-        x, y = loader.next()
-    rows = list(zip(x.tolist(), y.tolist()))
-    assert sorted(rows) == sorted(padded(text, context) for text in TEXTS)
-
-
-# --- where it stands ------------------------------------------------------------------------------
 
 
 def test_state_counts_what_was_handed_out_not_what_waits():
     size = SampleOrder(101, context=10, seed=0).epoch_size(0)
-    with open_loader(np.arange(101), context=10, global_batch=size, micro_batch=1) as loader:
+    with open_loader(101, context=10, global_batch=size, micro_batch=1) as loader:
         for _ in range(size):
             assert loader.state() == {"sample": [0], "epoch": [0], "index": [0]}
             loader.next()
         assert loader.state() == {"sample": [size], "epoch": [1], "index": [0]}
 
 
-# --- the thread -----------------------------------------------------------------------------------
-
-
-def test_batches_handed_out_are_not_written_again():
-    with open_loader(global_batch=4, micro_batch=4) as loader:
-        x, _ = loader.next()
-        before = x.clone()
-        for _ in range(20):
-            loader.next()
-    assert torch.equal(x, before)
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"context": 5_000}, "5,000 tokens, but one window of context 5,000 needs 5,001"),
         ({"global_batch": 6}, r"6 samples does not divide into micro-batches of 4 on 1 rank"),
-        ({"global_batch": 4, "world_size": 2}, "micro-batches of 4 on 2 rank"),
+        ({"world_size": 2}, "micro-batches of 4 on 2 rank"),
         ({"global_batch": 0}, "global batch of 0"),
-        ({"state": {"sample": [0], "epoch": [0], "index": [313]}}, r"index 313.*31[12] samples"),
     ],
 )
 def test_bad_input_is_named(change, complaint):
     with pytest.raises(UserError, match=complaint):
-        open_loader(**{"global_batch": 8, "micro_batch": 4, **change})
+        open_loader(**change)
     assert not loader_threads()
 
 
 def test_error_in_the_thread_surfaces_and_does_not_hang(monkeypatch):
     monkeypatch.setattr(SampleOrder, "take", mock.Mock(side_effect=OSError("the disk is gone")))
-    with open_loader(global_batch=4, micro_batch=4) as loader:
+    with open_loader() as loader:
         for _ in range(3):
             with pytest.raises(OSError, match="the disk is gone"):
                 loader.next()
 
 
-def test_waiting_for_a_batch_is_measured(monkeypatch):
-    """The seconds spent waiting for a batch are counted; a batch that is ready adds none.
-
-    By the clock of this test a read lasts 0.2 s, and begins when somebody waits for it.
-    """
-    clock, waits, more = mock.Mock(now=0.0), threading.Event(), threading.Event()
-
-    def perf_counter():
-        waits.set()
-        return clock.now
-
-    def read(*_):
-        (more if clock.now else waits).wait()
-        clock.now += 0.2
-
-    clock.perf_counter = perf_counter
-    monkeypatch.setattr("fastgpt.data.loader.time", clock)
-    before_each(monkeypatch, Mixture, "take", read)
-    with open_loader(global_batch=4, micro_batch=2) as loader:
-        for _ in range(2):  # the second half of what has been read is ready
-            loader.next()
-            assert loader.waited_s == 0.2
-        more.set()
-
-
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "forgotten"])
 def test_loader_leaves_no_thread(closed):
-    loader = open_loader(global_batch=4, micro_batch=4)
+    loader = open_loader()
     loader.next()
     [thread] = loader_threads()
     if closed:
@@ -171,9 +95,126 @@ def test_loader_leaves_no_thread(closed):
 
 @pytest.mark.gpu
 def test_cuda_batches_equal_cpu_batches():
-    args = {"context": 64, "global_batch": 8, "micro_batch": 4}
+    args = {"context": 64, "global_batch": 8}
     with open_loader(**args) as cpu, open_loader(**args, device="cuda") as cuda:
         for _ in range(200):
             for expected, got in zip(cpu.next(), cuda.next(), strict=True):
                 assert got.is_cuda
                 assert torch.equal(got.cpu(), expected)
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+ranks, rows = st.integers(1, 4), st.integers(1, 5)
+
+
+def batches(tokens, ranks=1, make=eval_batches, **options):
+    """Collects the batches of all ranks, one rank after the other."""
+    found = [make(tokens, rank=rank, world_size=ranks, **options) for rank in range(ranks)]
+    return [pair for pairs in found for pair in pairs]
+
+
+def scored(num_tokens, *, context=10, micro_batch=3, ranks=1, max_tokens=0):
+    """Returns the sorted positions of the targets that all ranks together score."""
+    found, size = [], {"context": context, "micro_batch": micro_batch, "max_tokens": max_tokens}
+    for x, y in batches(np.arange(num_tokens, dtype=np.uint16), ranks, **size):
+        assert x.shape == y.shape == (micro_batch, context)
+        assert x.dtype == y.dtype == torch.int64
+        counted = y != -100
+        assert counted.any()
+        assert torch.equal(y[counted], x[counted] + 1)
+        found += y[counted].tolist()
+    return sorted(found)
+
+
+@settings(max_examples=60)
+@given(num_tokens=st.integers(2, 400), context=st.integers(1, 50), rows=rows, ranks=ranks)
+def test_all_windows_score_every_target_once(num_tokens, context, rows, ranks):
+    got = scored(num_tokens, context=context, micro_batch=rows, ranks=ranks)
+    assert got == list(range(1, num_tokens))
+
+
+@settings(max_examples=60)
+@given(max_tokens=st.integers(1, 1_000), ranks=ranks)
+def test_part_of_the_windows_is_spread_and_the_same_for_all_ranks(max_tokens, ranks):
+    got = scored(605, ranks=ranks, max_tokens=max_tokens)
+    assert got == scored(605, max_tokens=max_tokens)
+    assert len(got) == len(set(got))
+    if max_tokens < 604:
+        assert len(got) <= max(10, max_tokens)
+        assert len(got) > max_tokens - 20
+        windows = np.unique((np.array(got) - 1) // 10)
+        assert np.ptp(np.diff(windows, append=61)) <= 1
+    else:
+        assert got == list(range(1, 605))
+
+
+def test_last_window_keeps_its_context():
+    *_, (x, y) = batches(np.arange(26), context=10, micro_batch=1, max_tokens=0)
+    assert x.tolist() == [list(range(15, 25))]
+    assert y.tolist() == [[-100] * 5 + list(range(21, 26))]
+    for size in (0, 1):
+        with pytest.raises(UserError, match=f"at least 2 tokens, but has {size}"):
+            scored(size, context=1)
+
+
+def of_texts(texts, *, context):
+    """Returns the tokens of `texts`, and the order of their samples."""
+    tokens = np.array([token for text in texts for token in (EOT, *text)])
+    documents = np.flatnonzero(tokens == EOT)
+    order = SampleOrder(len(tokens), context=context, seed=0, align="document", documents=documents)
+    return tokens, order
+
+
+def padded(text, context):
+    """Makes x and y of a document in one row: cut at T + 1 tokens, or padded."""
+    sample = [EOT, *text, EOT][: context + 1]
+    fill = context - len(sample) + 1
+    return sample[:-1] + [EOT] * fill, sample[1:] + [IGNORED] * fill
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=2, max_size=20), context=st.integers(1, 25),
+    rows=rows, ranks=ranks,
+)  # fmt: skip
+def test_each_document_is_scored_once_up_to_its_cut(lengths, context, rows, ranks):
+    texts = [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]
+    tokens, order = of_texts(texts, context=context)
+    size = {"context": context, "micro_batch": rows, "max_tokens": 0}
+    pairs = batches(tokens, ranks, **size, documents=order, pad_id=EOT)
+    found = [row for x, y in pairs for row in zip(x.tolist(), y.tolist())]
+    scored = [(a, b) for a, b in found if b != [IGNORED] * context]
+    assert sorted(scored) == sorted(padded(text, context) for text in texts)
+
+
+def test_budget_counts_the_targets_that_are_scored():
+    """Of 100 tokens a document, 10 are scored in a context of 10."""
+    starts = np.arange(0, 4000, 100)
+    order = SampleOrder(4000, context=10, seed=0, align="document", documents=starts)
+    size = {"context": 10, "micro_batch": 1, "max_tokens": 200}
+    found = batches(np.zeros(4000, np.uint16), **size, documents=order)
+    assert sum(int((y != IGNORED).sum()) for _, y in found) == 200
+
+
+def drawn(*, seed=(3, 0, 0), ranks=1, size=100):
+    """Draws 12 random windows of 5 tokens in batches of 2, over all ranks: x and y (12, 5)."""
+    options = {"context": 5, "micro_batch": 2, "samples": 12, "seed": seed}
+    xs, ys = zip(*batches(np.arange(size), ranks, random_batches, **options))
+    return torch.cat(xs), torch.cat(ys)
+
+
+def test_random_windows_are_windows_and_a_function_of_their_seed():
+    x, y = drawn()
+    assert x.shape == y.shape == (12, 5)
+    assert x.dtype == y.dtype == torch.int64
+    assert torch.equal(y, x + 1)
+    assert torch.equal(x, x[:, :1] + torch.arange(5))
+    assert len(set(x[:, 0].tolist())) > 6
+    assert torch.equal(x, drawn()[0])
+    assert sorted(x.tolist()) == sorted(drawn(ranks=3)[0].tolist())
+    for seed in ((3, 1, 0), (3, 0, 1), (4, 0, 0)):  # another step, split or run
+        assert not torch.equal(x, drawn(seed=seed)[0])
+    assert drawn(size=6)[1].max() == 5  # the only window there is ends with the last token
+    with pytest.raises(UserError, match="has 5 tokens, but one window of context 5 needs 6"):
+        drawn(size=5)

@@ -1,22 +1,23 @@
-"""Samples of an epoch and their order, for one corpus and for a mixture."""
+"""Samples of an epoch and their order, for a corpus, a mixture, and any number of ranks."""
 
 from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastgpt.data.loader import IGNORED, Loader
 from fastgpt.data.order import Mixture, SampleOrder
 from fastgpt.errors import UserError
-from tests.data.sets import ALIGNMENTS, SAMPLINGS
+
+SAMPLINGS = ("epoch", "random-windows")
+ALIGNMENTS = ("none", "bos", "document")
 
 # 40 documents of 3 to 42 tokens: some shorter than a window of 11, some longer
 DOCUMENTS = np.cumsum([0, *(3 + 7 * i % 40 for i in range(39))])
 NUM_TOKENS = int(DOCUMENTS[-1]) + 15
-
-lengths = st.lists(st.integers(1, 30), min_size=1, max_size=30)
-"""Lengths of the documents of a corpus."""
 
 
 def order_of(align="none", sampling="epoch", seed=1, context=10):
@@ -31,8 +32,7 @@ def whole_epoch(order, epoch=0):
     return starts
 
 
-# --- any alignment --------------------------------------------------------------------------------
-
+# --- one corpus -----------------------------------------------------------------------------------
 
 PINNED = {
     ("none", "epoch"): [685, 765, 565, 585, 845],
@@ -42,46 +42,23 @@ PINNED = {
     ("document", "epoch"): [140, 414, 649, 128, 405],
     ("document", "random-windows"): [265, 453, 13, 483, 535],
 }
+each_kind = pytest.mark.parametrize(("align", "sampling"), PINNED)
 
 
-@pytest.mark.parametrize(("align", "sampling"), PINNED)
-def test_order_never_changes(align, sampling):
-    starts = order_of(align, sampling, seed=2**40 + 7).take(1, 0, 5)[0]
-    assert starts.tolist() == PINNED[align, sampling]
-
-
-@pytest.mark.parametrize("align", ALIGNMENTS)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_order_depends_on_seed_and_epoch(sampling, align):
+@each_kind
+def test_order_never_changes_and_depends_on_seed_and_epoch(align, sampling):
     def sample(seed, epoch):
         return tuple(order_of(align, sampling, seed).take(epoch, 0, 20)[0])
 
+    assert sample(2**40 + 7, 1)[:5] == tuple(PINNED[align, sampling])
     cases = [(0, 0), (0, 1), (1, 0), (2**32, 0), (-1, 0)]
     assert len({sample(*case) for case in cases}) == len(cases)
-    assert sample(1, 2) == sample(1, 2)
-
-
-@pytest.mark.parametrize("align", ALIGNMENTS)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@given(counts=st.lists(st.integers(1, 30), min_size=1, max_size=10))
-def test_stream_is_the_same_however_it_is_cut(sampling, align, counts):
-    order = order_of(align, sampling)
-    whole, *end = order.take(0, 0, sum(counts))
-    chunks, position = [], (0, 0)
-    for count in counts:
-        chunk, *position = order.take(*position, count)
-        chunks.append(chunk)
-    assert np.concatenate(chunks).tolist() == whole.tolist()
-    assert position == end
 
 
 @pytest.mark.parametrize("num_tokens", [0, 9, 10])
 def test_corpus_without_a_window_is_named(num_tokens):
     with pytest.raises(UserError, match=f"has {num_tokens} tokens.*context 10 needs 11"):
         SampleOrder(num_tokens, context=10, seed=0)
-
-
-# --- windows anywhere -----------------------------------------------------------------------------
 
 
 @given(
@@ -112,7 +89,8 @@ def test_random_samples_reach_every_start_and_repeat_some(align, expected):
     assert set(order.take(0, 0, 20_000)[0]) == set(expected)
 
 
-# --- windows that begin with documents ------------------------------------------------------------
+lengths = st.lists(st.integers(1, 30), min_size=1, max_size=30)
+"""Lengths of the documents of a corpus."""
 
 
 @given(lengths=lengths, context=st.integers(1, 40), epoch=st.integers(0, 5))
@@ -144,16 +122,11 @@ def test_bos_epochs_cut_different_documents():
     assert 0.4 < len(first & second) / len(first) < 0.9
 
 
-# --- documents ------------------------------------------------------------------------------------
-
-
 @given(lengths=lengths, context=st.integers(1, 40), epoch=st.integers(0, 5))
 def test_document_samples_are_each_document_once_and_its_end(lengths, context, epoch):
-    """Document samples are each document once, cut at the context, even in a tiny corpus."""
     *documents, num_tokens = accumulate(lengths, initial=0)
-    order = SampleOrder(
-        num_tokens, context=context, seed=0, align="document", documents=np.array(documents)
-    )
+    given = {"context": context, "align": "document", "documents": np.array(documents)}
+    order = SampleOrder(num_tokens, seed=0, **given)
     starts = whole_epoch(order, epoch)
     assert sorted(starts.tolist()) == documents
     ends = {start: start + length + 1 for start, length in zip(documents, lengths)}
@@ -161,23 +134,30 @@ def test_document_samples_are_each_document_once_and_its_end(lengths, context, e
     assert order.stops(starts).tolist() == expected
 
 
+@pytest.mark.parametrize("align", ALIGNMENTS)
+def test_coverage_is_the_share_of_tokens_that_are_targets(align):
+    order = order_of(align)
+    starts = whole_epoch(order)
+    samples = zip(starts, order.stops(starts))
+    targets = {position for start, stop in samples for position in range(start + 1, stop)}
+    assert order.coverage() == pytest.approx(len(targets) / (NUM_TOKENS - 1), abs=0.01)
+
+
 # --- mixtures -------------------------------------------------------------------------------------
 
 weights = st.lists(st.floats(0.001, 1), min_size=1, max_size=5)
 
 
-def mixed(weights, state=None, align="none"):
+def mixed(weights, state=None, align="none", sampling="epoch"):
     """Mixes one corpus for each weight, each in an order of its own."""
-    orders = [order_of(align, seed=seed) for seed in range(len(weights))]
+    orders = [order_of(align, sampling, seed) for seed in range(len(weights))]
     return Mixture(orders, weights, state)
 
 
+@settings(max_examples=60)
 @given(weights=weights, scale=st.floats(0.01, 100))
 def test_every_count_stays_within_a_few_of_its_share(weights, scale):
-    """After any number of samples, each corpus's count stays within a few of its share.
-
-    Every one of 3,000 samples is tested; by chance alone, counts would be off by 50 and more.
-    """
+    """By chance alone, counts would be off by 50 and more."""
     corpora = mixed([weight * scale for weight in weights]).take(3_000)[:, 0]
     numbers = np.arange(1, 3_001)
     for corpus, weight in enumerate(weights):
@@ -185,48 +165,127 @@ def test_every_count_stays_within_a_few_of_its_share(weights, scale):
         assert np.abs(count - numbers * weight / sum(weights)).max() < 6
 
 
-@pytest.mark.parametrize("align", ALIGNMENTS)
-@given(weights=weights)
-def test_each_corpus_is_read_in_its_own_order(align, weights):
-    samples = mixed(weights, align=align).take(300)
-    for seed in range(len(weights)):
-        corpus, starts, stops = samples[samples[:, 0] == seed].T
-        order = order_of(align, seed=seed)
-        assert starts.tolist() == order.take(0, 0, len(corpus))[0].tolist()
-        assert stops.tolist() == order.stops(starts).tolist()
-
-
+@each_kind
+@settings(max_examples=40)
 @given(weights=weights, counts=st.lists(st.integers(0, 40), min_size=1, max_size=6))
-def test_mixture_goes_on_from_any_state(weights, counts):
-    whole, chunks, state = mixed(weights), [], None
-    expected = whole.take(sum(counts))
+def test_mixture_reads_each_corpus_in_its_order_and_goes_on_from_any_state(
+    align, sampling, weights, counts
+):
+    whole, chunks, state = mixed(weights, None, align, sampling), [], None
+    samples = whole.take(sum(counts))
+    for seed in range(len(weights)):
+        _, starts, stops = samples[samples[:, 0] == seed].T
+        order = order_of(align, sampling, seed)
+        assert starts.tolist() == order.take(0, 0, len(starts))[0].tolist()
+        assert stops.tolist() == order.stops(starts).tolist()
     for count in counts:
-        mixture = mixed(weights, state)
+        mixture = mixed(weights, state, align, sampling)
         chunks.append(mixture.take(count))
         state = mixture.state()
-    np.testing.assert_array_equal(np.concatenate(chunks), expected)
+    np.testing.assert_array_equal(np.concatenate(chunks), samples)
     assert state == whole.state()
     assert state["sample"] == [sum(counts)]
 
 
 @pytest.mark.parametrize(
-    ("state", "complaint"),
+    ("sample", "epoch", "index", "complaint"),
     [
-        ({"sample": [0], "epoch": [0], "index": [0]}, "corpora in the loader state: 1, expected 2"),
-        ({"sample": [9], "epoch": [0, -1], "index": [0, 0]}, "epoch -1, index 0"),
-        ({"sample": [9], "epoch": [0, 3], "index": [0, -1]}, "epoch 3, index -1"),
-        ({"sample": [9], "epoch": [0, 3], "index": [0, 40]}, "index 40.*epoch 3 has 40 samples"),
+        (0, [0], [0], "corpora in the loader state: 1, expected 2"),
+        (9, [0, -1], [0, 0], "epoch -1, index 0"),
+        (9, [0, 3], [0, -1], "epoch 3, index -1"),
+        (9, [0, 3], [0, 40], "index 40.*epoch 3 has 40 samples"),
+        (-1, [0, 0], [0, 0], "damaged"),
+        (9, [0, 2**62], [0, 0], "damaged"),
     ],
 )
-def test_state_of_other_corpora_is_refused(state, complaint):
+def test_state_of_other_corpora_is_refused(sample, epoch, index, complaint):
     with pytest.raises(UserError, match=complaint):
-        mixed([1, 1], state, align="document")
+        mixed([1, 1], {"sample": [sample], "epoch": epoch, "index": index}, align="document")
 
 
-@pytest.mark.parametrize("align", ["none", "bos", "document"])
-def test_coverage_is_the_share_of_tokens_that_are_targets(align):
-    order = order_of(align)
-    starts = whole_epoch(order)
-    samples = zip(starts, order.stops(starts))
-    targets = {position for start, stop in samples for position in range(start + 1, stop)}
-    assert order.coverage() == pytest.approx(len(targets) / (NUM_TOKENS - 1), abs=0.01)
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def mixtures(draw):
+    """Returns a function that builds a mixture of corpora from a saved state, and their tokens."""
+    context = draw(st.integers(1, 20))
+    align, sampling = draw(st.sampled_from(ALIGNMENTS)), draw(st.sampled_from(SAMPLINGS))
+    corpora, settings = [], []
+    for number in range(draw(st.integers(1, 3))):
+        lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=20))
+        *documents, total = np.cumsum([0, *lengths, 22]).tolist()
+        # 22 tokens at the end: a window fits whatever the context
+        corpora.append(np.arange(total, dtype=np.uint16) + 10_000 * number)
+        settings.append({"seed": draw(st.integers(0, 99)), "documents": np.array(documents)})
+    weights = [draw(st.floats(0.01, 1)) for _ in corpora]
+
+    def make(state=None):
+        orders = [
+            SampleOrder(len(c), context=context, sampling=sampling, align=align, **kwargs)
+            for c, kwargs in zip(corpora, settings)
+        ]
+        return Mixture(orders, weights, state)
+
+    return make, corpora, context
+
+
+def read(case, steps, *, world_size, accumulation, size, state=None):
+    """Reads x and y of all ranks in the documented order: (steps, global batch, 2 T).
+
+    Also returns the state after each step, with the shares (steps, micro-steps, ranks).
+    """
+    make, corpora, context = case
+    rows = size // (world_size * accumulation)
+    parts, states, shares = [], [], []
+    for rank in range(world_size):
+        with Loader(
+            corpora, make(state), context=context, global_batch=size, micro_batch=rows, rank=rank,
+            world_size=world_size, pad_id=999,
+        ) as loader:  # fmt: skip
+            assert loader.accumulation == accumulation
+            for _ in range(steps):
+                for _ in range(accumulation):
+                    parts.append(torch.cat(loader.next(), 1).numpy())
+                    shares.append(loader.target_ratio)
+                states.append(loader.state())
+    grid = (world_size, steps, accumulation, rows, 2 * context)
+    batches = np.stack(parts).reshape(grid).transpose(1, 2, 0, 3, 4)
+    assert states == states[:steps] * world_size, "every rank saves the same state"
+    shares = np.reshape(shares, grid[:3]).transpose(1, 2, 0)
+    return batches.reshape(steps, size, 2 * context), states[:steps], shares
+
+
+@settings(max_examples=30)
+@given(
+    case=mixtures(), world_size=st.sampled_from([1, 2, 3, 8]), accumulation=st.integers(1, 3),
+    rows=st.integers(1, 3), step=st.integers(0, 4),
+)  # fmt: skip
+def test_global_batches_are_the_stream_for_any_ranks_accumulation_and_resume(
+    case, world_size, accumulation, rows, step
+):
+    """Ranks share the stream, and go on in it after any step; they weigh each target alike.
+
+    A step adds up means of micro-batches, times their shares, and averages over the ranks.
+    """
+    make, corpora, context = case
+    size, stream = rows * world_size * accumulation, make()
+    stream.take(step * size)
+    state, samples = stream.state(), make(stream.state()).take(3 * size).tolist()
+    how = {"world_size": world_size, "accumulation": accumulation, "size": size}
+    got, states, shares = read(case, 3, **how, state=state)
+    for saved in states:
+        stream.take(size)
+        assert saved == stream.state()
+    for row, (number, start, stop) in zip(got.reshape(-1, 2 * context).tolist(), samples):
+        # the last document of a corpus ends with the padding's id, as no token follows it
+        sample = [*corpora[number].tolist(), 999][start:stop]
+        fill = context - len(sample) + 1
+        assert row == [*sample[:-1], *[999] * fill, *sample[1:], *[IGNORED] * fill]
+
+    y = got[:, :, context:].reshape(3, accumulation, world_size, -1)
+    losses = np.ma.array(np.sin(y), mask=y == IGNORED)  # any loss that the target decides
+    means = losses.mean(-1).filled(np.nan)
+    for number in range(3):
+        mean = (means[number] * shares[number]).mean()
+        assert mean == pytest.approx(losses[number].mean(), rel=1e-12, abs=1e-12)

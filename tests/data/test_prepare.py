@@ -1,28 +1,196 @@
+"""Preparations: what they write, the command, and what happens if they are interrupted."""
+
+import gc
+import hashlib
 import json
-import re
+import random
 import signal
-import subprocess
 import sys
+import time
+import zlib
 from unittest import mock
 
+import numpy as np
 import pytest
-import requests
 
-from fastgpt import prepare
-from fastgpt.data import writing
-from fastgpt.data.preparation import open_corpus
-from tests.data.sets import contents, split_ids, texts, write_documents
-from tests.processes import ROOT, python
-from tests.runs import one_line_error
+from fastgpt import prepare as command
+from fastgpt.data import download, preparation, reading, writing
+from fastgpt.data.preparation import prepare
+from fastgpt.data.shards import LARGE, read_header
+from fastgpt.data.tokenizers import load_tokenizer
+from fastgpt.errors import UserError
+from tests.data.sets import contents, split_ids, tokenizer_of, write_documents
+from tests.processes import python
+from tests.runs import before_each, files_of_at_most, one_line_error
 
-TEXT = "One two three, four five six.\n" * 20
+# None is alike, or their hashes would keep them together; some are long, some in other scripts.
+DOCUMENTS = [
+    f"Document {i}: naïve {'東京 ' * (i % 7)}{'and so on. ' * (i % 13)}" for i in range(200)
+]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Shrinks what is read and tokenized at a time, so that even a short text has many parts."""
+    monkeypatch.setattr(writing, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 100)
 
 
 @pytest.fixture
-def text_file(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
+def prepared(tmp_path):
+    """Prepares texts that are written to a file of that name; returns the directory."""
+
+    def run(texts=DOCUMENTS, name="x.jsonl", separator=None, tokenizer="bytes", **options):
+        path = write_documents(tmp_path / name, texts, separator=separator or "")
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        if tokenizer in ("bpe", "wordpiece"):
+            options["vocab_size"] = 300
+        return prepare(str(path), out, separator=separator, tokenizer=tokenizer, **options)
+
+    return run
+
+
+def manifest_of(out):
+    return json.loads((out / "manifest.json").read_text())
+
+
+def held_out(out):
+    """Returns the decoded documents of both splits, for tokenizers that keep one per line."""
+    decode = load_tokenizer(out / "tokenizer.json").decode
+    return {split: decode(split_ids(out, split)).splitlines() for split in ("train", "val")}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [
+        ("gpt2", "x.txt"), ("chars", "x.txt"), ("bytes", "x.txt"), ("bytes", "x.parquet"),
+        ("bpe", "x.parquet"), ("wordpiece", "x.parquet"),
+    ],
+)  # fmt: skip
+def test_number_of_workers_changes_no_byte(prepared, monkeypatch, name, tokenizer):
+    if tokenizer == "gpt2":  # which takes long to make
+        for module in (preparation, writing):
+            monkeypatch.setattr(module, "make_tokenizer", lambda *_, **__: tokenizer_of("gpt2"))
+    options = {"name": name, "tokenizer": tokenizer, "val_fraction": 0.2, "shard_tokens": 1000}
+    alone = contents(prepared(workers=1, **options))
+    assert sum(name.endswith(".bin") for name in alone) > 3
+
+    def wait(parts, **_):
+        time.sleep(0.02 * (zlib.crc32(repr(parts).encode()) % 3))
+
+    before_each(monkeypatch, writing, "encode", wait)
+    assert contents(prepared(workers=8, **options)) == alone
+
+
+def test_hash_alone_decides_what_is_held_out(prepared):
+    def hashed(text):
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") / 2**64
+
+    shuffled = random.Random(0).sample(DOCUMENTS, len(DOCUMENTS)) + DOCUMENTS[:20]  # some twice
+    for texts in (DOCUMENTS, shuffled):
+        # written down a second time: another version of the code must split as this one did
+        expected = {
+            "train": [text for text in texts if hashed(text) >= 0.3],
+            "val": [text for text in texts if hashed(text) < 0.3],
+        }
+        assert 40 < len(expected["val"]) < 80
+        assert held_out(prepared(texts, val_fraction=0.3)) == expected
+
+
+def test_splits_that_files_are_named_for_are_kept(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_documents(folder / "train-1.jsonl", ["a", "b"])
+    write_documents(folder / "train-2.jsonl.gz", ["c"])
+    write_documents(folder / "validation.jsonl", ["b"])  # the least there may be: two tokens
+    out = prepare(str(folder), tmp_path / "out", tokenizer="bytes", val_fraction=0.001)
+    assert held_out(out) == {"train": ["a", "b", "c"], "val": ["b"]}
+    manifest = manifest_of(out)
+    assert (manifest["val_fraction"], manifest["held_out"]) == (None, "named")
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
+@pytest.mark.parametrize(("fraction", "missing"), [(1e-17, "validate on"), (1 - 1e-9, "train on")])
+def test_split_that_leaves_nothing_is_refused(prepared, name, fraction, missing):
+    with pytest.raises(UserError, match=rf"{fraction} of x .* leaves nothing to {missing}"):
+        prepared(name=name, val_fraction=fraction)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_end_of_text_goes_before_every_document(prepared, kind):
+    out = prepared(name="x.parquet", tokenizer=kind, val_fraction=0.3)
+    tokenizer, found = load_tokenizer(out / "tokenizer.json"), []
+    for split in ("train", "val"):
+        ids = split_ids(out, split)
+        assert ids[0] == tokenizer.eot_id
+        documents = np.split(ids, np.flatnonzero(ids == tokenizer.eot_id))[1:]
+        found += [tokenizer.decode(document[1:]) for document in documents]
+        assert manifest_of(out)["splits"][split]["documents"] == len(documents)
+    assert len(found) == len(DOCUMENTS)
+    if kind == "bpe":  # which keeps white space
+        assert sorted(found) == sorted(DOCUMENTS)
+
+
+def test_text_that_is_one_document_has_one_end_of_text(prepared):
+    out = prepared(["".join(DOCUMENTS)], name="x.txt", tokenizer="bpe")
+    ids = split_ids(out, "train")
+    assert np.flatnonzero(ids == 0).tolist() == [0]
+    assert 0 not in split_ids(out, "val")  # it goes on in the middle of the text
+    text = load_tokenizer(out / "tokenizer.json").decode([*ids[1:], *split_ids(out, "val")])
+    assert text == "".join(DOCUMENTS)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+def test_newline_ends_documents_where_no_token_does(prepared, tokenizer):
+    texts = [*DOCUMENTS, "has one\n"]
+    out = prepared(texts, name="x.txt.gz", separator="<|end|>", tokenizer=tokenizer)
+    found = held_out(out)
+    assert sorted(found["train"] + found["val"]) == sorted(text.strip("\n") for text in texts)
+    alone = prepared([text.strip("\n") for text in texts], name="x.jsonl", tokenizer=tokenizer)
+    assert held_out(alone) == found  # a newline that no document has is a character all the same
+
+
+def test_more_than_65536_tokens_are_written_as_32_bits(prepared):
+    many = "".join(map(chr, [*range(0x20, 0xD800), *range(0xE000, 0x12900)]))
+    assert len(many) > 65_536
+    out = prepared([many], name="x.txt", tokenizer="chars", val_fraction=0.5)
+    found = np.concatenate([split_ids(out, split) for split in ("train", "val")])
+    assert found.dtype == "<u4"
+    assert found.tolist() == list(range(len(many)))
+    assert read_header(out / "val_000000.bin")[1] == LARGE
+
+
+def test_manifest_tells_what_is_there(prepared):
+    counts = []
+    out = prepared(name="x.jsonl.gz", val_fraction=0.3, shard_tokens=1000, report=counts.append)
+    manifest, documents = manifest_of(out), held_out(out)
+    for split, entry in manifest["splits"].items():
+        sizes = [len(text.encode()) + 1 for text in documents[split]]
+        assert (entry["tokens"], entry["bytes"]) == (sum(sizes), sum(sizes))
+        assert entry["documents"] == len(sizes)
+        paths = sorted(out.glob(f"{split}_*"))
+        assert [shard["file"] for shard in entry["shards"]] == [path.name for path in paths]
+        for shard, path in zip(entry["shards"], paths):
+            assert shard["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+            assert shard["tokens"] == (path.stat().st_size - 1024) // 2
+        assert {shard["tokens"] for shard in entry["shards"][:-1]} == {1000}
+    assert manifest["held_out"] == "hash"
+    assert (manifest["vocab_size"], manifest["eot_id"]) == (256, None)
+    changed = prepared([*DOCUMENTS[:-1], "another"], val_fraction=0.3)
+    assert manifest_of(changed)["sha256"] != manifest["sha256"]
+    # the progress is told
+    assert counts == sorted(counts)
+    assert counts[-1] == sum(split["tokens"] for split in manifest["splits"].values())
+    assert len(counts) > 20
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_documents(tmp_path / "x.jsonl", DOCUMENTS)
 
 
 @pytest.fixture
@@ -30,105 +198,86 @@ def main(tmp_path):
     """Runs the command for an output in `tmp_path`; returns that output."""
 
     def run(source, *flags, out="out"):
-        prepare.main([str(source), "--out", str(tmp_path / out), *flags])
+        command.main([str(source), "--out", str(tmp_path / out), *flags])
         return tmp_path / out
 
     return run
 
 
-def test_prints_what_it_wrote(text_file, main, capsys):
-    out = main(text_file, "--val-fraction", "0.5")
-    corpus = open_corpus(str(out), tokenizer="auto", val_fraction=0.1)
-    assert (len(corpus.train), len(corpus.val)) == (300, 300)
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert first == "text: 300 training + 300 validation tokens (bytes tokenizer, vocabulary 256)"
-    assert rest == [f"sha256 {corpus.sha256}", f"wrote {out}"]
-
-
-def test_every_flag_reaches_the_preparation(tmp_path, main):
-    documents = [f"document {i}" for i in range(1500)]
-    source = write_documents(tmp_path / "x.jsonl", documents, field="body")
+def test_every_flag_reaches_the_preparation_and_the_result_is_printed(tmp_path, main, capsys):
+    source = write_documents(tmp_path / "y.jsonl", DOCUMENTS * 4, field="body")
     out = main(source, "--field", "body", "--val-fraction", "0.25", "--shard-tokens", "900",
                "--tokenizer", "chars", "--workers", "3")  # fmt: skip
     manifest = json.loads((out / "manifest.json").read_text())
     assert (manifest["tokenizer"], manifest["val_fraction"]) == ("chars", 0.25)
-    assert manifest["splits"]["train"]["shards"][0]["tokens"] == 900
-    assert manifest["splits"]["val"]["documents"] == pytest.approx(375, abs=60)
+    train, val = manifest["splits"].values()
+    assert train["shards"][0]["tokens"] == 900
+    assert val["documents"] == pytest.approx(200, abs=40)
+    first, *rest = capsys.readouterr().out.splitlines()
+    counts = f"{train['tokens']:,} training + {val['tokens']:,} validation tokens"
+    assert first == f"y: {counts} (chars tokenizer, vocabulary {manifest['vocab_size']})"
+    assert rest == [f"sha256 {manifest['sha256']}", f"wrote {out}"]
     out = main(source, "--field", "body", "--tokenizer", "bpe", "--vocab-size", "270", out="bpe")
     manifest = json.loads((out / "manifest.json").read_text())
     assert (manifest["vocab_size"], manifest["val_fraction"]) == (270, 0.005)
 
 
 @pytest.mark.parametrize(
-    ("flag", "separator"),
-    [(r"\n", "\n"), ("<|endoftext|>", "<|endoftext|>"), (r"\t§\x41", "\t§A"), ("— 東", "— 東")],
+    ("flag", "separator"), [(r"\n", "\n"), (r"\t§\x41", "\t§A"), ("— 東", "— 東")]
 )
 def test_separator_is_taken_as_a_shell_hands_it_over(tmp_path, main, flag, separator):
-    source = tmp_path / "x.txt"
-    source.write_text(separator.join(f"document {i}" for i in range(50)), encoding="utf-8")
-    out = main(source, "--separator", flag, "--tokenizer", "bytes", "--val-fraction", "0.3")
+    (tmp_path / "x.txt").write_text(separator.join(DOCUMENTS), encoding="utf-8")
+    out = main(tmp_path / "x.txt", "--separator", flag, "--tokenizer", "bytes",
+               "--val-fraction", "0.3")  # fmt: skip
     found = b"".join(bytes(split_ids(out, split).astype("u1")) for split in ("train", "val"))
-    assert sorted(found.decode().splitlines()) == sorted(f"document {i}" for i in range(50))
+    assert sorted(found.decode().splitlines()) == sorted(DOCUMENTS)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "word"),
     [
-        ("", r"x\.jsonl line 2: expected a JSON object with text in the field 'text', .*1"),
-        (r"--separator \xzz", r"--separator .*: expected text, with \\n"),
+        (r"--separator \xzz", "--separator"),
         ("--tokenizer words", "unknown tokenizer 'words'"),
-        ("--vocab-size 5", "--vocab-size is 5: the bytes tokenizer has its own vocabulary"),
+        ("--vocab-size 5", "--vocab-size is 5"),
         ("--workers 0", "--workers is 0: expected 1 or more"),
-        ("--shard-tokens 0", "--shard-tokens is 0: expected 1 to 2,147,483,647"),
-        ("--val-fraction 0", r"--val-fraction is 0.0: expected a fraction in \(0, 1\)"),
-        ("--val-fraction 1", r"--val-fraction is 1.0: expected a fraction in \(0, 1\)"),
-        ("--val-fraction nan", r"--val-fraction is nan: expected a fraction in \(0, 1\)"),
+        ("--shard-tokens 0", "--shard-tokens is 0"),
+        *((f"--val-fraction {x}", f"--val-fraction is {x}") for x in ("0.0", "1.0", "nan")),
     ],
 )
-def test_what_can_be_mended_is_told_in_one_line(tmp_path, main, capsys, flags, said):
-    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
-    argv = (tmp_path / "x.jsonl", "--tokenizer", "bytes", *flags.split())
-    assert re.search(said, one_line_error(capsys, main, *argv))
+def test_wrong_flag_is_named_in_one_line(source, main, capsys, flags, word):
+    assert word in one_line_error(capsys, main, source, "--tokenizer", "bytes", *flags.split())
 
 
-def test_ctrl_c_ends_quietly_and_the_same_command_begins_again(tmp_path, main, monkeypatch):
-    monkeypatch.setattr(writing, "BATCH_CHARACTERS", 10_000)
-    documents = [f"document {i} " + "and so on " * 40 for i in range(3000)]
-    source = write_documents(tmp_path / "x.jsonl", documents)
-    flags = ["--tokenizer", "bytes", "--val-fraction", "0.3", "--workers", "1"]
-    slow = (
-        "import sys, time; from fastgpt import prepare\n"
-        "from fastgpt.data import writing\n"
-        "encode = writing.encode\n"
-        "def slow(*args, **options):\n"
-        "    print('at work', flush=True); time.sleep(0.05); return encode(*args, **options)\n"
-        "writing.BATCH_CHARACTERS = 10_000; writing.encode = slow; prepare.main(sys.argv[1:])"
-    )
-    command = [sys.executable, "-c", slow, source, "--out", tmp_path / "out", *flags]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        for _ in range(8):
-            process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert error.splitlines()[-1] == "interrupted"
-    assert "Traceback" not in error
-    assert not (tmp_path / "out").exists()
-    assert contents(main(source, *flags)) == contents(main(source, *flags, out="unbroken"))
-
-
-def test_without_gpt2s_files_and_network_it_says_what_to_put_where(
-    tmp_path, main, capsys, monkeypatch
+def test_ctrl_c_ends_quietly_and_the_same_command_begins_again(
+    source, main, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
+    flags = ["--tokenizer", "bytes", "--val-fraction", "0.3"]
+    whole, before = contents(main(source, *flags, out="whole")), sorted(tmp_path.glob("[!.]*"))
+    calls = []
 
-    offline = mock.Mock(side_effect=requests.ConnectionError("no route to host"))
-    monkeypatch.setattr(requests, "get", offline)
-    error = one_line_error(capsys, main, write_documents(tmp_path / "x.jsonl", texts(1500)))
-    assert re.search("put .*vocab.bpe.* into .*mine.*: cannot download .*no route to host", error)
-    assert not (tmp_path / "out").exists()
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 8:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        before_each(patch, writing.ShardWriter, "append", interrupt)
+        with pytest.raises(SystemExit) as stopped:
+            main(source, *flags)
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert sorted(tmp_path.glob("[!.]*")) == before
+    assert contents(main(source, *flags)) == whole
+
+
+def test_gpt2s_files_are_missed_before_a_long_download(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
+    offline = mock.Mock(side_effect=UserError("offline"))
+    monkeypatch.setattr(download, "_download", offline)
+    monkeypatch.setattr(preparation, "find_source", None)
+    for name, tokenizer in (("hf:one/set", "auto"), ("fineweb", "auto"), ("x.jsonl", "gpt2")):
+        with pytest.raises(UserError, match="offline"):
+            prepare(name, tmp_path / "out", tokenizer=tokenizer)
 
 
 MEMORY = """
@@ -136,24 +285,99 @@ import re, sys
 from pathlib import Path
 from fastgpt.data.preparation import prepare
 for size in ("small", "large"):
-    folder = Path(sys.argv[1], size)
-    [path] = folder.glob("x.*")
-    prepare(str(path), folder / "out", tokenizer=sys.argv[2], workers=2)
+    path = Path(sys.argv[1], size)
+    prepare(f"{path}.parquet", path, tokenizer="bytes", workers=2)
     # not ru_maxrss, which starts at the peak of the process that started this one
     print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    ("name", "tokenizer"), [("x.txt", "chars"), ("x.jsonl.gz", "bytes"), ("x.parquet", "bytes")]
-)
-def test_memory_does_not_grow_with_the_source(tmp_path, name, tokenizer):
+def test_memory_does_not_grow_with_the_source(tmp_path):
     for size, megabytes in (("small", 8), ("large", 56)):
-        (tmp_path / size).mkdir()
         lines = [f"{i} {'some words and numbers; ' * 40}" for i in range(megabytes * 2**10)]
-        write_documents(tmp_path / size / name, lines, separator="\n")
-    done = python("-c", MEMORY, tmp_path, tokenizer)
+        write_documents(tmp_path / f"{size}.parquet", lines)
+    done = python("-c", MEMORY, tmp_path)
     assert done.returncode == 0, done.stderr
     small, large = map(int, done.stdout.split())
     assert large - small < 24 * 1024  # KiB, for 48 MiB more; read whole, 48 MiB at the least
+
+
+# --- interrupted ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def preparing(source, tmp_path):
+    """Prepares a text with fixed options, which arguments override."""
+
+    def run(out="out", **options):
+        fixed = {"tokenizer": "bytes", "val_fraction": 0.3, "shard_tokens": 800, "workers": 2}
+        return prepare(str(source), tmp_path / out, **{**fixed, **options})
+
+    return run
+
+
+def test_killed_wherever_it_changes_the_disk_nothing_looks_whole(tmp_path):
+    (tmp_path / "notes").mkdir()
+    for name in "abc":  # each without its last newline
+        (tmp_path / "notes" / name).write_text(f"file {name}: {'some words naïve and ' * 3}end")
+    done = python("-m", "tests.data.killed_prepare", tmp_path / "notes", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+    assert len(list((tmp_path / "whole").iterdir())) >= 5
+
+
+def test_full_disk_is_told(preparing):
+    whole = contents(preparing("whole", shard_tokens=3000))
+    said = r"^cannot write .*out: File too large$"
+    with files_of_at_most(3000), pytest.raises(UserError, match=said) as raised:
+        preparing(shard_tokens=3000)
+    del raised  # with the files it left open, whose last bytes must not come after all
+    gc.collect()
+    assert contents(preparing(shard_tokens=3000)) == whole
+
+
+def test_unfinished_shards_have_no_header_and_another_process_is_refused(preparing, tmp_path):
+    refused = []
+
+    def report(tokens):
+        for path in (tmp_path / "out.incomplete").glob("*.bin"):
+            assert path.read_bytes()[:1024] == bytes(1024)
+        if len(refused) < 3:
+            with pytest.raises(UserError, match=r"another process is preparing .*out: wait"):
+                preparing()
+            refused.append(tokens)
+
+    out = preparing(report=report)
+    assert len(refused) == 3
+    assert contents(out) == contents(preparing("whole"))
+
+
+def test_place_that_is_taken_is_refused_and_kept(preparing, source, tmp_path, caplog, monkeypatch):
+    out = preparing()
+    (tmp_path / "empty").mkdir()
+    preparing("empty")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    before = contents(tmp_path)
+    for taken in ("full", source.name):
+        with pytest.raises(UserError, match="is not an empty directory"):
+            preparing(taken)
+    for taken in ("out", "empty"):
+        with pytest.raises(UserError, match="holds another preparation"):
+            preparing(taken, tokenizer="chars")
+    monkeypatch.setattr(preparation, "write_directory", None)
+    assert preparing() == out  # the same request
+    assert "out is complete already" in caplog.text
+    monkeypatch.setattr("pathlib.Path.is_mount", lambda _: True)
+    with pytest.raises(UserError, match="other is a mount point"):
+        preparing("other")
+    assert contents(tmp_path) == before
+
+
+def test_link_to_a_folder_is_written_through(preparing, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    assert preparing() == tmp_path / "elsewhere"
+    assert contents(tmp_path / "out") == contents(preparing("whole"))
+    assert (tmp_path / "out").is_symlink()

@@ -1,129 +1,314 @@
-from pathlib import Path
+"""Sources by name, path or pattern, of the hub, and files that are downloaded."""
+
+import hashlib
+import socket
+import sys
+from unittest import mock
 
 import pytest
+import requests
 
-from fastgpt.data import download, sources
+from fastgpt.data import download, reading, sources
+from fastgpt.data.download import published_file
+from fastgpt.data.preparation import open_corpus
 from fastgpt.data.sources import SHAKESPEARE_SHA256, find_source, stdlib_source
 from fastgpt.errors import UserError
-from tests.data.sets import write_documents
+from fastgpt.files import cache_dir
 
 
 @pytest.fixture(autouse=True)
-def nowhere(tmp_path, monkeypatch):
-    """Provides no files, and a network that must not be used."""
+def mine(tmp_path, monkeypatch):
+    """An empty folder of the user's own data, without what was read from the hub before."""
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
-    monkeypatch.setattr(download, "_download", None)
-    monkeypatch.setattr(sources, "load_splits", None)
+    (tmp_path / "mine").mkdir()
+    reading.load_splits.cache_clear()
+    yield tmp_path / "mine"
+    reading.load_splits.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "My Notes.d"
+
+
+def write(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x")
+
+
+def names(given, root):
+    return [file.path.removeprefix(f"{root}/") for file in find_source(str(given)).files]
 
 
 # --- names ----------------------------------------------------------------------------------------
 
 
 def test_builtin_leaves_out_what_is_not_the_library(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "STDLIB_MIN_BYTES", 1)
-    kept = {"b.py": "B", "a/x.py": "X", "a.py": "A", "a/test_x.py": "T", "json/tool.py": "J"}
+    kept = ["a.py", "a/test_x.py", "a/x.py", "b.py", "json/tool.py"]
     dropped = [
         "test/t.py", "a/tests/t.py", "idlelib/idle_test/t.py", "site-packages/p.py",
         "encodings/cp037.py", "pydoc_data/topics.py", "html/entities.py", "notes.txt", "m.pyc",
         "_sysconfigdata__linux_x86_64-linux-gnu.py", "config-3.11-x86_64/python-config.py",
         "ensurepip/_bundled/x.py", "sitecustomize.py",
     ]  # fmt: skip
-    for name, content in {**kept, **dict.fromkeys(dropped, "?")}.items():
-        (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "lib" / name).write_text(content)
+    write(tmp_path / "lib", *reversed(kept), *dropped)
+    with pytest.raises(UserError, match="holds only 5 bytes"):
+        stdlib_source(tmp_path / "lib")
+    monkeypatch.setattr(sources, "STDLIB_MIN_BYTES", 5)
     found = stdlib_source(tmp_path / "lib")
-    assert "".join(Path(file.path).read_text() for file in found.files) == "ATXBJ"
+    assert [file.path for file in found.files] == [str(tmp_path / "lib" / name) for name in kept]
     assert (found.name, found.split, found.ends_lines) == ("builtin", "tail", False)
 
 
-def test_shakespeare_is_the_published_file(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(download, "_download", lambda *args: asked.append(args) or b"To be")
-    [file] = find_source("shakespeare").files
-    assert file.path == str(tmp_path / "cache" / "tinyshakespeare.txt")
-    [(url, sha256, instead)] = asked
-    assert url.endswith("/tinyshakespeare/input.txt")
-    assert (sha256, instead) == (SHAKESPEARE_SHA256, "that file, as tinyshakespeare.txt,")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "tinyshakespeare.txt").write_text("To be")
-    with pytest.raises(UserError, match=r"tinyshakespeare\.txt is not tiny shakespeare"):
-        find_source("shakespeare")
+def test_files_of_a_named_set_in_the_data_folder_are_used(mine):
+    write(mine, "fineweb/0.jsonl", "tinystories/train.txt", "tinystories/valid.txt")
+    local = find_source("fineweb", field="content")
+    assert (local.name, local.split, local.field) == ("fineweb", "hash", "content")
+    assert [file.path for file in local.files] == [str(mine / "fineweb/0.jsonl")]
+    stories = find_source("tinystories")
+    assert (stories.separator, stories.split) == ("<|endoftext|>", "named")
+    assert find_source("tinystories", separator="--").separator == "--"
 
 
-@pytest.mark.parametrize("name", sources.HUB)
-def test_files_of_a_named_set_in_the_data_folder_are_used(tmp_path, name):
-    (tmp_path / "mine" / name).mkdir(parents=True)
-    path = write_documents(tmp_path / "mine" / name / "0.jsonl", ["one"])
-    local = find_source(name, field="content")
-    assert (local.name, local.split, local.field) == (name, "hash", "content")
-    assert [file.path for file in local.files] == [str(path)]
-
-
-def test_tinystories_as_published_are_documents_split_by_their_names(tmp_path):
-    folder = tmp_path / "mine" / "tinystories"
-    folder.mkdir(parents=True)
-    for split in ("train", "valid"):
-        (folder / f"TinyStoriesV2-GPT4-{split}.txt").write_text("A\n<|endoftext|>\nB\n")
-    found = find_source("tinystories")
-    assert (found.separator, found.split) == ("<|endoftext|>", "named")
-    assert [file.split for file in found.files] == ["train", "val"]
+@pytest.mark.parametrize(
+    ("source", "options", "word"),
+    [
+        ("shakespear", {}, "did you mean 'shakespeare'"),
+        ("qqq", {}, "unknown corpus 'qqq'"),
+        ("corpora/missing.txt", {}, "no such file or folder"),
+        ("missing/*.txt", {}, "no such file or folder"),
+        ("", {}, "the source is empty"),
+        ("{}/empty.txt", {}, "empty.txt' is empty"),
+        ("{}/hidden", {}, "hidden' is empty"),
+        ("{}/empty.txt", {"separator": ""}, "the separator is empty"),
+        ("builtin", {"separator": "--"}, "separator '--' is for text files only"),
+        ("hf:one/set", {"separator": "--"}, "for text files only"),
+        ("{}/x.jsonl", {"encoding": "cp1252"}, "encoding cp1252 is for text files only"),
+        *(("qqq", {"encoding": name}, "is unknown") for name in ("utf-9", "rot13", "\0", "")),
+        *((name, {}, "hf:owner/name") for name in ("hf:", "hf:set", "hf:a/b/c/d", "hf:a/b@")),
+        ("{}/splits", {}, "more.jsonl is named neither train nor validation"),
+    ],
+)
+def test_wrong_source_is_named(tmp_path, source, options, word):
+    write(tmp_path, "hidden/.x", "x.jsonl")
+    write(tmp_path / "splits", "train.jsonl", "val.jsonl", "more.jsonl")
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError) as raised:
+        find_source(source.format(tmp_path), **options)
+    assert word in str(raised.value)
 
 
 # --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("names", "options", "split", "ends_lines"),
+    ("taken", "left_out", "form"),
     [
-        (["a.txt"], {}, "tail", False),
-        (["a.txt"], {"separator": "--"}, "hash", False),
-        (["a.jsonl"], {}, "hash", False),
-        (["a.txt", "b.txt"], {}, "tail", True),
-        (["train.txt", "val.txt"], {}, "named", True),
-        (["train.jsonl", "val.jsonl"], {}, "named", True),
+        # "." sorts before "/": the order is that of the paths, on every system
+        ("a.txt a/x.md b.txt.gz c", ".hidden a/.also .git/config", "text"),
+        ("a.JSONL.gz b/1.jsonl c4.00000-of-01024.json.gz d.ndjson.zst", "", "jsonl"),
+        ("a.parquet", "README.md LICENSE infos.json", "parquet"),
+        ("a.arrow", "", "arrow"),
     ],
 )
-def test_what_is_held_out_follows_from_the_files(tmp_path, names, options, split, ends_lines):
-    (tmp_path / "My Notes.d").mkdir()
-    for name in names:
-        write_documents(tmp_path / "My Notes.d" / name, ["one"])
-    name = names[0] if len(names) == 1 else "*"
-    found = find_source(str(tmp_path / "My Notes.d" / name), **options)
-    assert (found.split, found.ends_lines) == (split, ends_lines)
-    assert found.plain == (split == "tail" or names[0] == "train.txt")
-    folder = find_source(str(tmp_path / "My Notes.d"), **options)
-    assert (folder.name, folder.ends_lines) == ("my-notes", True)
-    assert folder.files == found.files
+def test_folder_gives_its_files_in_order_and_their_format(folder, taken, left_out, form):
+    write(folder, *taken.split(), *left_out.split())
+    (folder / "empty.txt").touch()
+    found = find_source(str(folder))
+    assert (found.name, found.format) == ("my-notes", form)
+    assert names(folder, folder) == taken.split()
+
+
+@pytest.mark.parametrize("other", ["notes.md", "d.parquet"])
+def test_files_of_several_kinds_are_refused_and_a_pattern_chooses(folder, other):
+    write(folder, "a.jsonl", "b/c.jsonl.gz", "[a].jsonl", other)
+    for mixed in (folder, f"{folder}/**/*"):
+        with pytest.raises(UserError, match=f"several kinds.*{folder}/{other}"):
+            find_source(str(mixed))
+    assert names(f"{folder}/**/*.jsonl*", folder) == ["[a].jsonl", "a.jsonl", "b/c.jsonl.gz"]
+    assert names(f"{folder}/[a].jsonl", folder) == ["[a].jsonl"]  # a name is itself first
+    assert names(f"{folder}/?.jsonl", folder) == ["a.jsonl"]
 
 
 @pytest.mark.parametrize(
-    ("source", "complaint"),
+    ("given", "splits"),
     [
-        ("shakespear", "unknown corpus 'shakespear'; did you mean 'shakespeare'"),
-        ("qqq", "unknown corpus 'qqq' .expected one of 'builtin', 'shakespeare', 'tinystories'"),
-        ("corpora/missing.txt", "source 'corpora/missing.txt': no such file or folder"),
-        ("missing/*.txt", "source 'missing/.*': no such file or folder"),
-        ("", "the source is empty"),
+        ("Tiny-train.txt Tiny-validation.txt", ["train", "val"]),
+        ("train-0-of-2.txt train-1-of-2.txt val-0.txt", ["train", "train", "val"]),
+        ("train.txt more_train.txt", [None, None]),  # nothing to validate on
+        ("train.txt val.txt notes.txt", [None] * 3),  # where would the third belong?
+        ("trainer.txt value.txt", [None, None]),
+        ("w.train.txt w.valid.txt w.test.txt", ["train", "val", "left out"]),
+        ("train/0.txt val/0.txt test/0.txt", ["train", "val", "left out"]),
     ],
 )
-def test_unknown_source_is_named(source, complaint):
-    with pytest.raises(UserError, match=complaint):
-        find_source(source)
+def test_names_tell_the_split_if_all_of_them_do(tmp_path, given, splits):
+    folder = tmp_path / "train"  # whose name tells nothing
+    write(folder, *given.split())
+    pairs = zip(given.split(), splits)
+    expected = {f"{folder}/{name}": split for name, split in pairs if split != "left out"}
+    for source in (folder, f"{folder}/**/*.txt"):
+        assert dict(find_source(str(source)).files) == expected
 
 
-def test_sources_with_nothing_to_read_are_named(tmp_path):
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(UserError, match=r"empty\.txt' is empty$"):
-        find_source(str(tmp_path / "empty.txt"))
-    with pytest.raises(UserError, match="the separator is empty"):
-        find_source(str(tmp_path / "empty.txt"), separator="")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / ".hidden").write_text("x")
-    with pytest.raises(UserError, match=r"folder' is empty$"):
-        find_source(str(tmp_path / "folder"))
+@pytest.mark.parametrize(
+    ("given", "separator", "split"),
+    [
+        ("a.txt", None, "tail"),
+        ("a.txt", "--", "hash"),
+        ("a.jsonl", None, "hash"),
+        ("a.txt b.txt", None, "tail"),
+        ("train.txt val.txt", None, "named"),
+        ("train.jsonl val.jsonl", None, "named"),
+    ],
+)
+def test_what_is_held_out_follows_from_the_files(folder, given, separator, split):
+    write(folder, *given.split())
+    name = given if " " not in given else "*"
+    found = find_source(str(folder / name), separator=separator)
+    assert (found.split, found.ends_lines) == (split, name == "*")
+    assert found.plain == (split == "tail" or given == "train.txt val.txt")
+    assert find_source(str(folder)).ends_lines
 
 
-@pytest.mark.parametrize("name", ["builtin", "shakespeare", "hf:one/set"])
-def test_separator_of_what_is_no_text_file_is_refused(name):
-    with pytest.raises(UserError, match=f"separator '--' is for text files only, not for {name}"):
-        find_source(name, separator="--")
+# --- the hub --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Replaces the network by columns of made-up splits; returns the requests."""
+    datasets = pytest.importorskip("datasets")
+
+    def serve(size=None, **splits):
+        asked = []
+        found = {name: datasets.Dataset.from_dict(columns) for name, columns in splits.items()}
+
+        def load_dataset(streaming, path, name, revision):
+            asked.append((path, name, revision))
+            if streaming:
+                return {name: rows.to_iterable_dataset() for name, rows in found.items()}
+            return found
+
+        about = mock.Mock(info=mock.Mock(size_in_bytes=size))
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda **_: about)
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return asked
+
+    return serve
+
+
+def texts(source):
+    return [chunk.text for chunk in reading.read_chunks(source)]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "short"),
+    [
+        ("hf:some-one/My.Set", ("some-one/My.Set", None, None), "my"),
+        ("hf:one/set/en-10BT", ("one/set", "en-10BT", None), "set-en-10bt"),
+        ("hf:one/set@refs/convert/parquet", ("one/set", None, "refs/convert/parquet"), "set"),
+        ("fineweb-edu", ("HuggingFaceFW/fineweb-edu", "sample-10BT", None), "fineweb-edu"),
+    ],
+)
+def test_name_gives_repository_configuration_and_revision(load, monkeypatch, name, asked, short):
+    monkeypatch.setattr(reading, "BATCH_ROWS", 2)
+    for size in (None, 2**60):  # which no disk has: it is streamed
+        calls = load(size=size, train={"id": [1, 2, 3, 4], "content": ["a", None, "", "e"]})
+        source = find_source(name, field="content")
+        assert texts(source) == ["a", "e"]
+        assert calls == [asked]  # once: it is not loaded again to be read
+        assert (source.name, source.split, source.plain) == (short, "hash", False)
+        for field in ("text", "id"):
+            with pytest.raises(UserError, match=f"has no column '{field}' .*: id .*, content"):
+                texts(find_source(name, field=field))
+        reading.load_splits.cache_clear()
+
+
+@pytest.mark.parametrize("validation", ["validation", "valid", "val"])
+def test_published_validation_split_is_kept(load, validation):
+    load(**{"test": {"text": ["t"]}, validation: {"text": ["v"]}, "train": {"text": ["a", "b"]}})
+    source = find_source("tinystories")
+    assert source.split == "named"
+    assert [file.split for file in source.files] == ["train", "val"]
+    assert texts(source) == ["a", "b", "v"]
+    corpus = open_corpus("tinystories", tokenizer="bytes", val_fraction=0.3)
+    assert corpus.tokenizer.decode(corpus.train[:]) == "a\nb\n"
+
+
+def test_set_that_cannot_be_had_is_named(load, monkeypatch, mine):
+    load(test={"text": ["a"]}, dev={"text": ["b"]})
+    place = f"put them into {mine / 'fineweb'} "
+    with pytest.raises(UserError, match=f"has the splits test, dev: expected train.*{place}"):
+        find_source("fineweb")
+    offline = mock.Mock(side_effect=ConnectionError("Couldn't reach\nthe hub"))
+    monkeypatch.setattr("datasets.load_dataset_builder", offline)
+    with pytest.raises(UserError, match=rf"\(Couldn't reach the hub\).*{place}"):
+        find_source("fineweb")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=f"needs the package datasets.*{place}"):
+        find_source("fineweb")
+
+
+# --- downloads ------------------------------------------------------------------------------------
+
+
+def fetch(content=b"content", url="http://127.0.0.1:1/x.bin"):
+    sha256 = hashlib.sha256(content).hexdigest()
+    return published_file("x.bin", url, sha256=sha256, what="mine", instead="x.bin")
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """Replaces the network by an answer; its mock counts the requests."""
+    response = requests.Response()
+    response.status_code, response._content = 200, b"content"
+    monkeypatch.setattr(requests, "get", mock.Mock(return_value=response))
+    return response
+
+
+def test_file_is_fetched_once_and_replaced_if_it_is_another(answer, tmp_path):
+    path = cache_dir() / "x.bin"
+    assert [fetch(), fetch()] == [path] * 2
+    assert (path.read_bytes(), requests.get.call_count) == (b"content", 1)
+    write(tmp_path, "theirs")
+    path.unlink()
+    path.symlink_to(tmp_path / "theirs")
+    assert fetch().read_bytes() == b"content"
+    assert (tmp_path / "theirs").read_bytes() == b"x"
+    assert [*cache_dir().iterdir()] == [path]
+
+
+def test_own_file_is_taken_and_must_be_the_published_one(answer, mine):
+    write(mine, "x.bin", "tinyshakespeare.txt")
+    assert fetch(b"x") == mine / "x.bin"
+    with pytest.raises(UserError, match=r"x\.bin is not mine: its sha256 is .*, expected "):
+        fetch()
+    with pytest.raises(UserError, match=f"is not tiny shakespeare.*expected {SHAKESPEARE_SHA256}"):
+        find_source("shakespeare")
+    assert requests.get.call_count == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "reason"),
+    [(404, b"content", "404 Client Error"), (200, b"other", "it has sha256 .*, expected ")],
+)
+def test_failed_download_is_told_and_leaves_nothing(answer, mine, status, content, reason):
+    answer.status_code = status
+    with pytest.raises(UserError, match=f"^put x.bin into {mine} .*: cannot download .*{reason}"):
+        fetch(content)
+    assert [*cache_dir().iterdir()] == []
+
+
+def test_server_or_disk_that_refuses_is_named(monkeypatch):
+    cache_dir().touch()
+    with pytest.raises(UserError, match=r"cannot write .*cache/x"):
+        fetch()
+    cache_dir().unlink()
+    monkeypatch.setattr(download, "TIMEOUTS_S", (1, 0.02))
+    with pytest.raises(UserError, match=r"x\.bin: Connection refused$"):
+        fetch()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.bin"
+        with pytest.raises(UserError, match=f"{url}: timed out$"):
+            fetch(url=url)
