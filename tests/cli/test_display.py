@@ -28,7 +28,7 @@ FIGURES = ("loss 2.3456  val 2.5000  123.5k tok/s  MFU 20.0%  epoch 1.20  grad n
            "  lr 1.00e-03  data wait 1.0%  70.0 GiB")  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
+@pytest.mark.parametrize("width", [60, 200])
 def test_the_step_and_its_most_important_figures_fit_into_any_terminal(width):
     shows = terminal.Display()
     file = io.StringIO()
@@ -105,9 +105,8 @@ def in_terminal(width, **env):
     return written.decode().replace("\r\n", "\n")
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_terminal_breaks_lines_between_words_and_has_its_own_colours(width):
-    written = in_terminal(width)
+def test_a_terminal_breaks_lines_between_words_and_has_its_own_colours():
+    written = in_terminal(width := 60)
     assert "38;" not in written  # neither RGB nor one of 256 colours
     assert "\x1b[33mwarning: warned" in written
     assert "\x1b[31merror: wrong" in written
@@ -131,10 +130,8 @@ def test_a_pipe_gets_whole_lines_and_no_control_codes_but_asked_for_colours(env)
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "COLUMNS": "60"} | env,
     )  # fmt: skip
-    for text in (done.stdout, done.stderr):
-        assert {*re.findall(r"\x1b.\d*.?", text)} <= (
-            {"\x1b[33m", "\x1b[31m", "\x1b[0m"} if env else set()
-        )
+    codes = {*re.findall(r"\x1b.\d*.?", done.stdout + done.stderr)}
+    assert codes <= ({"\x1b[33m", "\x1b[31m", "\x1b[0m"} if env else set())
     assert sum(line.endswith(" word39") for line in done.stdout.splitlines()) == 3
     assert "preparing" not in done.stderr
 
@@ -182,12 +179,10 @@ def test_generated_text_is_exact_in_a_file_and_harmless_on_a_terminal(capsys):
 # --- loss.png -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("points", [0, 1, 2, 50])
+@pytest.mark.parametrize("points", [0, 1])
 def test_a_run_of_any_length_has_a_plot(tmp_path, points):
     records = [{"step": 0, "tokens": 0, "val_loss": 5.0}]
-    for i in range(1, points + 1):
-        about = {"step": i, "tokens": 100 * i}
-        records += [{**about, "train_loss": 5.0 / i, "tok_per_s": 10.0}, {**about, "val_loss": 4.0}]
+    records += points * [{"step": 1, "tokens": 9, "train_loss": 5.0, "tok_per_s": 1.0}]
     metrics.plot_losses(records, tmp_path / "loss.png", "title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
