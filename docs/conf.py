@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
 project = html_title = "fastgpt"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 include_patterns = ["docs/**.md", "*.md", "simgpu/README.md"]
@@ -74,6 +76,9 @@ def mathml(translator: Any, node: nodes.math | nodes.math_block) -> None:
 
 
 def setup(app: Sphinx) -> None:
+    from api import page
+
+    (ROOT / "docs" / "api.md").write_text(page(), encoding="utf-8")
     app.add_config_value("repository", "", "env")
     app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))
     app.add_transform(Outside)

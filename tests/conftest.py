@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from tests import interpreter, warm
 from tests.executed import Counter
+from tests.processes import Ranks
 
 settings.register_profile("any machine", deadline=None)  # a busy one may take a second for any case
 settings.load_profile("any machine")
@@ -77,6 +78,21 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         terminalreporter.write_line("no test was selected: nothing was checked, which is a failure")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sends all tests with `ranks` to one worker, so that these are started once."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Two ranks of one process group, which start with the first call."""
+    with Ranks(2) as two:
+        yield two
 
 
 @pytest.fixture

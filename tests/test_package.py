@@ -228,7 +228,7 @@ def test_the_console_commands_train_sample_and_prepare(installed, tiny, text, tm
 
 
 @pytest.mark.parametrize(
-    ("checkout", "ranks", "said"),
+    ("checkout", "size", "said"),
     [
         (ROOT, 1, f"/p/python {ROOT}/train.py"),
         (ROOT, 2, f"/p/python {TORCHRUN} {ROOT}/train.py"),
@@ -236,11 +236,11 @@ def test_the_console_commands_train_sample_and_prepare(installed, tiny, text, tm
         (Path("/lib"), 2, f"/p/python {TORCHRUN} -m fastgpt.cli"),
     ],
 )
-def test_the_resume_command_works_from_anywhere(checkout, ranks, said, monkeypatch):
+def test_the_resume_command_works_from_anywhere(checkout, size, said, monkeypatch):
     monkeypatch.setattr(commands, "CHECKOUT", checkout)
     monkeypatch.setattr(sys, "executable", "/p/python")
     monkeypatch.setattr("os.getcwd", lambda: "/here")
-    assert commands.resume_command(Path("a run"), ranks) == f"{said} --resume '/here/a run'"
+    assert commands.resume_command(Path("a run"), size) == f"{said} --resume '/here/a run'"
 
 
 @pytest.mark.parametrize(

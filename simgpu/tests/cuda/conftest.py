@@ -3,29 +3,27 @@
 import argparse
 import functools
 import os
-import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from simgpu import environment
 from simgpu.__main__ import arguments
-from tests.warm import Warm
+from tests.processes import ended, script
 
-ROOT = Path(__file__).parents[3]
 Run = Callable[..., str]
 
 
 @functools.cache
-def warm() -> Warm:
-    """A process that has imported PyTorch for simulated GPUs, whose forks choose their own."""
-    return Warm(**environment())
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.add_cleanup(lambda: warm.cache_info().currsize and warm().stop())
+def start_forks() -> None:
+    """Starts a process that imports PyTorch for simulated GPUs, whose forks choose their own."""
+    with mock.patch.dict(os.environ, environment()):
+        os.environ.pop("TRITON_INTERPRET", None)
+        forkserver.ensure_running()
 
 
 def _environment(asked: argparse.Namespace) -> dict[str, str]:
@@ -38,10 +36,14 @@ def _environment(asked: argparse.Namespace) -> dict[str, str]:
 def simulated(tmp_path: Path) -> Run:
     """Runs `python -m simgpu FLAGS PROGRAM`; a program with a line break is Python's text.
 
-    It is a fork that has imported PyTorch, or with `cold` the command itself.
+    It is a fork that has imported PyTorch, one for each of the `ranks`, or with `cold` the command
+    itself.
     """
 
-    def run(program: str, *args: str, flags: str = "", status: int = 0, cold: bool = False) -> str:
+    def run(
+        program: str, *args: str, flags: str = "", status: int = 0, cold: bool = False,
+        ranks: int = 0,
+    ) -> str:  # fmt: skip
         if "\n" in program:
             path = tmp_path / "snippet.py"
             path.write_text(program)
@@ -49,15 +51,14 @@ def simulated(tmp_path: Path) -> Run:
         command = [*flags.split(), program, *args]
         asked = arguments(command)
         own = _environment(asked)
+        own |= dict.fromkeys(os.environ.keys() - own)
         if cold:
             command = [sys.executable, "-m", "simgpu", *command]
-            done = subprocess.run(
-                command, cwd=ROOT, env=own, text=True, capture_output=True, timeout=1200
-            )
+            done = ended(*command, timeout=1200, **own)
         else:
+            start_forks()
             command = [*(["-m"] if asked.module else []), *asked.program]
-            gone = dict.fromkeys(os.environ.keys() - own)
-            done = warm().run(*command, timeout=1200, **own, **gone)
+            done = script(*command, ranks=ranks, timeout=1200, **own)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 

@@ -115,8 +115,8 @@ def test_ranks_exchange_gradients_while_the_backward_goes_on(simulated, tmp_path
     (tmp_path / "ranks.py").write_text(RANKS)
     given = [*FLAGS.split(), "--train.batch-tokens", str(64 * ranks), "--parallel.kind", kind]
     given += ["--run-dir", str(tmp_path / "run")]
-    job = ["tests.forkrun", str(ranks), str(tmp_path / "ranks.py")]
-    said = simulated(*job, *given, flags=f"--gpus {ranks} -m")
+    job = str(tmp_path / "ranks.py")
+    said = simulated(job, *given, flags=f"--gpus {ranks}", ranks=ranks)
     shares = [float(line.split()[1]) for line in said.splitlines() if line.startswith("SENT")]
     assert len(shares) == ranks
     assert max(shares) < 1 / 3, said

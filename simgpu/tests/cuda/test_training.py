@@ -24,10 +24,10 @@ def train(simulated, tmp_path: Path):
 
     def run(*args: str, device: str = "cuda", flags: str = "", ranks: int = 1) -> list[float]:
         run.folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
-        launch = f"tests.forkrun {ranks} train.py" if ranks > 1 else "train.py"
-        flags += f" --gpus {ranks} -m" if ranks > 1 else ""
-        all_ = [launch, SMALL, "--train.device", device, "--run-dir", str(run.folder), *args]
-        run.said = simulated(*split(" ".join(all_)), flags=flags)
+        flags += f" --gpus {ranks}" if ranks > 1 else ""
+        all_ = ["train.py", SMALL, "--train.device", device, "--run-dir", str(run.folder), *args]
+        among = ranks if ranks > 1 else 0
+        run.said = simulated(*split(" ".join(all_)), flags=flags, ranks=among)
         return run.losses()
 
     def losses() -> list[float]:

@@ -1,7 +1,4 @@
-"""Writes `docs/api.md` from the docstrings: `python -m tests.api`.
-
-`tests/test_api.py` fails if the page is out of date, and runs the examples.
-"""
+"""Text of the page about the Python API, from the docstrings; `make docs` writes it."""
 
 import inspect
 import re
@@ -11,14 +8,12 @@ from typing import Any
 
 from fastgpt import kernels
 from fastgpt.flags import flags_of
-from tests.processes import ROOT
 
-PAGE = ROOT / "docs" / "api.md"
 FUNCTIONS = (
     "GPT", "GPT.from_config", "GPT.forward", "GPT.generate", "generate", "load", "build_model",
     "encode_prompt", "sample_text", "stream", "Trainer", "Trainer.fit", "Data", "UserError",
 )  # fmt: skip
-"""Public names in the order of the page; each but `Trainer.fit` has an example."""
+"""Public names in the order of the page."""
 SETTINGS = (
     "Config", "ModelConfig", "config.DataConfig", "config.OptimConfig", "config.TrainConfig",
     "OpsConfig", "config.ParallelConfig",
@@ -30,7 +25,7 @@ PARTS = {
 }
 PREFACE = """# Python API
 
-Written by `python -m tests.api` from the docstrings. These names are stable: a change that breaks
+These names are stable: a change that breaks
 one is announced in the changelog. The examples assume `import torch` and `import fastgpt`, that of
 `Trainer` also a text `mine.txt`, and others a run `runs/mine`.
 """
@@ -70,8 +65,3 @@ def signature(thing: Any) -> str:
     known = inspect.signature(thing.__init__ if isinstance(thing, type) else thing)
     bare = [x.replace(annotation=x.empty) for x in known.parameters.values() if x.name != "self"]
     return str(known.replace(parameters=bare, return_annotation=known.empty))
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
