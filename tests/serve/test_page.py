@@ -1,6 +1,5 @@
 """The page, in a browser without a window that takes commands over a pipe."""
 
-import base64
 import json
 import os
 import shutil
@@ -81,21 +80,6 @@ def test_a_person_can_talk_with_the_model(browser, model, chat):  # noqa: F811
         again = run("said.lastElementChild.textContent")
         assert again.startswith(begun)
         assert len(again) > len(begun)
-        run("shown = document.querySelector('[data-shown]'); shown.scrollIntoView()")
-        place = json.loads(run("JSON.stringify(shown.getBoundingClientRect())"))
-        at = {name: place[name] + 2 for name in "xy"}
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
-        until("getComputedStyle(shown, '::after').content !== 'none'")
-        tip = run("shown.dataset.shown")
-        assert len(tip.splitlines()) >= 3
-        assert ' %  "' in tip
-        for scheme in ("light", "dark"):
-            features = [{"name": "prefers-color-scheme", "value": scheme}]
-            browser.call("Emulation.setEmulatedMedia", features=features)
-            if folder := os.environ.get("PAGE_SHOTS"):  # to look at
-                data = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
-                Path(folder, f"chat-{chat}-{scheme}.png").write_bytes(data)
-        assert run("getComputedStyle(document.body).backgroundColor") == "rgb(23, 24, 26)"
         run(short := "max_tokens.value = 3; again.click()")
         until(done := "!running && state.textContent.startsWith('3 tokens')")
         run("max_tokens.value = 0; ask.value = 'ho'; send.click()")
@@ -106,4 +90,3 @@ def test_a_person_can_talk_with_the_model(browser, model, chat):  # noqa: F811
         own = run("[...document.querySelectorAll('.user')].map(x => x.textContent).join()")
         assert own == ("hi <b>,ho" if chat else "hi <b>"), "an error takes no text away"
         assert run("said.children.length") == (4 if chat else 2)
-        assert ("monospace" in run("getComputedStyle(said).fontFamily")) == (not chat)
