@@ -47,6 +47,7 @@ def test_a_stage_that_fails_hangs_or_is_deaf_takes_no_other_with_it(plan):
     assert (status, found) == (1, dict.fromkeys(stages, "yes 1") | ended)
 
 
+@pytest.mark.slow
 def test_a_plan_ends_in_time_and_a_stage_leaves_some_to_those_behind_it(plan):
     stages = {"env": Stage(20, SLEEP, leaves=5), "next": Stage(20, SLEEP), "last": Stage(20, SLEEP)}
     status, printed = plan(13.5, stages, ["env"], ["next"], ["last"])
@@ -61,6 +62,7 @@ def test_what_follows_depends_on_cuda_and_on_the_step(plan):
         assert [name for name in stages if name in printed.split()] == [*stages][:begun]
 
 
+@pytest.mark.slow
 def test_the_log_outlives_a_kill(tmp_path):
     stage = f"-c {shlex.quote(f'print(1, flush=True); {SLEEP}')}"
     program = f"from bench import gpu; gpu.STAGES = {{'env': gpu.Stage(60, {stage!r})}}; "
@@ -101,6 +103,7 @@ def test_commands_cases_and_files_of_a_stage_are_there(name, tmp_path, shakespea
     assert any(name in group for _, groups in PLANS.values() for group in groups)
 
 
+@pytest.mark.slow
 def test_the_outcome_of_each_test_is_recorded_once(tmp_path):
     source = "import pytest\ndef test_right(): 1\ndef test_wrong(): 1 / 0\n"
     (tmp_path / "test_some.py").write_text(f"{source}@pytest.mark.skip\ndef test_absent(): 1")

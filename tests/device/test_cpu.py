@@ -1,8 +1,5 @@
 """Settings of a process for training on a CPU: how threads wait, what is imported."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -10,7 +7,7 @@ from unittest import mock
 import pytest
 
 from fastgpt.device import cpu
-from tests.runs import ROOT
+from tests.processes import python
 
 BUSY, CALM, IDLE = (200, 250), (480, 1), (1, 1)
 """Milliseconds between two looks in which the thread ran, and waited for a core."""
@@ -80,26 +77,14 @@ wait(lambda: len(seen) == 2 + cpu.CALM_LOOKS and threads() == before)
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux counts threads there")
 def test_meanwhile_more_threads_than_cores_are_kept():
-    environment = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-c", TEAM]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    assert python("-c", TEAM, OMP_NUM_THREADS=None).stderr == ""
 
 
 def test_a_thread_that_has_ended_is_not_watched_any_more(tmp_path):
     cpu.adapt_spinning(tmp_path / "schedstat")
 
 
-# --- imports --------------------------------------------------------------------------------------
-
-RUN = """
-import sys
-from fastgpt.cli import main
-main()
-assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
-"""
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_run_that_compiles_nothing_does_not_import_dynamo(tiny, kind):
-    argv = tiny(f"--optim.kind {kind} --train.device cpu --steps 2 --train.sample-tokens 4")
-    subprocess.run([sys.executable, "-c", RUN, *argv], cwd=ROOT, check=True, timeout=120)
+def test_a_run_that_compiles_nothing_does_not_import_dynamo(tiny):
+    said = "import sys\nfrom fastgpt.cli import main\nmain()\nprint('torch._dynamo' in sys.modules)"
+    argv = tiny("--optim.kind muon --train.device cpu --steps 2 --train.sample-tokens 4")
+    assert python("-c", said, *argv).stdout.splitlines()[-1] == "False"
