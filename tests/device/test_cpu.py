@@ -5,6 +5,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from fastgpt.device import cpu
 from tests.processes import python
@@ -16,6 +17,8 @@ BUSY, CALM, IDLE = (200, 250), (480, 1), (1, 1)
 @pytest.fixture
 def looks(monkeypatch):
     """Returns a function that looks once after each pair of times, and lists what followed."""
+    monkeypatch.setattr(cpu, "cores", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
     def look(*times):
         total, held, sleeps = (0, 0), [], []
@@ -29,6 +32,7 @@ def looks(monkeypatch):
         schedstat = mock.Mock(exists=lambda: next(there, None) or sleeps.append(sleeping()))
         cpu.adapt_spinning(schedstat)
         assert not sleeping(), "the threads of an ended watch sleep on"
+        assert len({*held}) * 3 == len(held), "three teams have more threads than cores"
         return sleeps[1:]
 
     return look
@@ -43,40 +47,27 @@ def test_threads_sleep_while_other_programs_need_the_cores(looks):
 
 
 TEAM = """
-import os, threading, time
-from types import SimpleNamespace
-import torch
+import os, threading, time, torch
 from fastgpt.device import cpu
 
-torch.set_num_threads(2)
-torch.zeros(2**20).add_(1)
-
-def threads():
-    return len(os.listdir("/proc/self/task"))
-
-def wait(condition):
+def wait_for(threads):
     end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, threads()
+    while (found := len(os.listdir("/proc/self/task"))) != threads:
+        assert time.monotonic() < end, (found, threads)
         time.sleep(0.01)
 
-before, busy = threads(), [(0, 0), (10**9, 10**9)]
-values = iter([*busy, *((n * 10**9, 10**9) for n in range(2, 6))])
-seen = []
-
-def look(_):
-    seen.append(wait(lambda: len(seen) != 2 or threads() >= before + 1 + 2 * (cpu.cores() - 1)))
-    return next(values)
-
-cpu._times, cpu.LOOK_S = look, 0.01
-schedstat = SimpleNamespace(exists=lambda: len(seen) < 2 + cpu.CALM_LOOKS)
-threading.Thread(target=cpu.adapt_spinning, args=(schedstat,)).start()
-wait(lambda: len(seen) == 2 + cpu.CALM_LOOKS and threads() == before)
+torch.set_num_threads(3)
+torch.zeros(2**20).add_(1)
+before, let_go = len(os.listdir("/proc/self/task")), threading.Event()
+threading.Thread(target=cpu._hold_threads, args=(let_go,)).start()
+wait_for(before + 3)
+let_go.set()
+wait_for(before)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux counts threads there")
-def test_meanwhile_more_threads_than_cores_are_kept():
+def test_a_thread_holds_a_team_until_it_is_let_go():
     assert python("-c", TEAM, OMP_NUM_THREADS=None).stderr == ""
 
 
