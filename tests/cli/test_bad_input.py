@@ -244,22 +244,20 @@ def test_files_of_others_are_left_alone_and_a_damaged_best_stops_no_resume(fit, 
 # --- while it trains ------------------------------------------------------------------------------
 
 
-def test_loss_that_is_not_finite_names_step_tensor_and_checkpoint(
+def test_loss_that_is_not_finite_names_the_step_and_the_checkpoint_to_resume_from(
     error, tiny, tmp_path, monkeypatch
 ):
-    """One gradient turns NaN in step 6, after the checkpoint of step 4, and before a log line."""
+    """It does in step 6, after the checkpoint of step 4, and before a log line."""
     calls = []
 
     def spoil(optimizers):
         calls.append(optimizers)
         if len(calls) == 6:
-            [matrix] = [p for p in optimizers.parameters if p.shape == (128, 32)]
-            matrix.grad[5, 7] = float("nan")
+            optimizers.parameters[0].grad.fill_(float("nan"))
 
     before_each(monkeypatch, Optimizers, "clip", spoil)
     line = error(tiny("--log-every 4"))
     assert line.startswith("error: step 6: not finite; at step 8 ")
-    assert "the gradient of h.0.mlp.c_fc.weight; " in line
     assert str(tmp_path / "run" / "checkpoints" / "step_00000004;") in line
     assert line.endswith(f" --resume {tmp_path / 'run'}\n")
 

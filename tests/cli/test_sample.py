@@ -14,38 +14,29 @@ from fastgpt.sample import main
 from fastgpt.sampling.text import encode_prompt, sample_text
 from tests.models import greedy, sharp
 
-RULE = re.compile(r"\n?--- prompt \d of 2, sample \d of 3 ---\n")
 FLAGS = ("--device", "cpu", "--tokens", "9")
 
 
 @pytest.fixture
-def sample(trained, one_thread, capsys) -> Callable[..., list[str]]:
-    """Runs the command on a briefly trained model; returns its texts."""
-    capsys.readouterr()
+def sample(trained, one_thread, capsys) -> Callable[..., str]:
+    """Runs the command on a briefly trained model; returns what it prints."""
 
-    def command(*flags: str) -> list[str]:
+    def command(*flags: str) -> str:
+        capsys.readouterr()
         main([str(trained), *FLAGS, *flags])
-        return [text for text in RULE.split(capsys.readouterr().out[:-1]) if text]
+        return capsys.readouterr().out
 
     return command
 
 
-def test_samples_of_each_prompt_stand_together(sample):
+def test_samples_of_each_prompt_stand_together_below_lines_that_tell_which(sample):
     flags = ("--prompt", "the", "--prompt", "cat", "--n", "3", "--temperature", "2")
-    texts = sample(*flags)
-    assert [text[:3] for text in texts] == ["the"] * 3 + ["cat"] * 3
-    assert len(set(texts)) == 6
-    assert sample(*flags) == texts
-    assert sample(*flags, "--seed", "1") != texts
-
-
-def test_several_samples_stand_below_a_line_that_tells_which(trained, capsys):
-    capsys.readouterr()
-    main([str(trained), *FLAGS, "--prompt", "a", "--prompt", "t"])
-    lines = capsys.readouterr().out.splitlines()
-    rules = [line for line in lines if line.startswith("--- ")]
-    assert rules == [f"--- prompt {i} of 2, sample 1 of 1 ---" for i in (1, 2)]
-    assert lines[0] == rules[0]
+    out = sample(*flags)
+    _, *found = re.split(r"(?:^|\n)--- prompt (\d) of 2, sample (\d) of 3 ---\n", out)
+    assert [*zip(found[::3], found[1::3])] == [(i, j) for i in "12" for j in "123"]
+    assert [text[:3] for text in found[2::3]] == ["the"] * 3 + ["cat"] * 3
+    assert len({*found[2::3]}) == 6
+    assert sample(*flags) == out != sample(*flags, "--seed", "1")
 
 
 def test_the_coldest_draws_are_the_likeliest_tokens(sample):
