@@ -1,6 +1,8 @@
 """A run that is trained once, for the tests of commands that look at it."""
 
+import importlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,10 @@ def trained(tmp_path_factory) -> Path:
 def run(trained, tmp_path) -> Path:
     """Returns a copy of that run, which a test may change, resume or damage."""
     return shutil.copytree(trained, tmp_path / "run")
+
+
+def main_of(name: str) -> Callable[[list[str]], object]:
+    """Returns the main function of `python -m NAME`."""
+    module = importlib.import_module(name)
+    found = module if hasattr(module, "main") else importlib.import_module(f"{name}.__main__")
+    return found.main

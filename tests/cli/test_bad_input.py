@@ -1,6 +1,5 @@
 """Wrong input ends in one line that names what was given, before any work is lost."""
 
-import importlib
 import json
 import re
 import shlex
@@ -19,6 +18,7 @@ from fastgpt import flags
 from fastgpt.cli import configure
 from fastgpt.errors import run_command
 from fastgpt.train.optim import Optimizers
+from tests.cli.conftest import main_of
 from tests.data.sets import write_shard
 from tests.runs import before_each, one_line_error
 
@@ -149,15 +149,12 @@ def test_a_wrong_command_is_one_line_and_changes_nothing(
         monkeypatch.delenv(name, raising=False)
     line = line.replace("RUN", str(trained)).replace("TINY", shlex.join(tiny()))
     name, *argv = shlex.split(line)
-    module = importlib.import_module("fastgpt.cli" if name == "train" else name)
-    if not hasattr(module, "main"):
-        module = importlib.import_module(f"{name}.__main__")
     monkeypatch.setattr(sys, "argv", [name, *argv])
     folders = (tmp_path, trained)
     before = [{path: path.stat().st_mtime_ns for path in x.rglob("*")} for x in folders]
     capfd.readouterr()
     with pytest.raises(SystemExit) as stopped:
-        train.main() if name == "train" else run_command(module.main)
+        train.main() if name == "train" else run_command(main_of(name))
     said = capfd.readouterr().err
     assert re.fullmatch(r"error: .*\n", said), said
     assert word in said
@@ -181,16 +178,10 @@ def test_a_wrong_flag_of_a_function_such_as_an_example_is_one_line(capsys, monke
     assert "--steps is 'x'" in one_line_error(capsys, flags.run, main)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [("", "empty"), ("0123456789abcde", "one window"), ("x", "nothing to train on")],
-)
-def test_corpus_that_cannot_be_trained_on(error, tiny, text, content, said):
-    text.write_text(content)
-    assert said in error(tiny())
-
-
-def test_shards_that_cannot_be_trained_on(error, tiny, tmp_path):
+def test_corpora_that_cannot_be_trained_on(error, tiny, text, tmp_path):
+    for content, said in (("0123456789abcde", "one window"), ("x", "nothing to train on")):
+        text.write_text(content)
+        assert said in error(tiny())
     (tmp_path / "train_000000.bin").write_bytes(b"x" * 2000)
     assert "no *val*.bin" in error(tiny("--data.source", str(tmp_path)))
     (tmp_path / "val_000000.bin").write_bytes(b"x" * 2000)

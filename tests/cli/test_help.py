@@ -7,28 +7,22 @@ import pytest
 import torch
 
 import fastgpt
-from fastgpt import cli, compare, prepare, sample
 from fastgpt.cli import answer
 from fastgpt.config.config import COMMON
 from fastgpt.config.recipes import RECIPES
-from fastgpt.convert import __main__ as convert
-from fastgpt.data import __main__ as data
-from fastgpt.doctor import __main__ as doctor
-from fastgpt.evaluate import __main__ as evaluate
-from fastgpt.report import __main__ as report
-from fastgpt.serve import __main__ as serve
+from tests.cli.conftest import main_of
 
 COMMANDS = {
-    "python train.py": (lambda argv: sys.exit(cli.main(argv)), "--data.source: text"),
-    "python -m fastgpt.sample": (sample.main, "--prompt: "),
-    "python -m fastgpt.prepare": (prepare.main, "--out: a path"),
-    "python -m fastgpt.data": (data.main, "--tokenizer: text"),
-    "python -m fastgpt.evaluate": (evaluate.main, "--tasks: "),
-    "python -m fastgpt.compare": (compare.main, "--json, --no-json"),
-    "python -m fastgpt.doctor": (doctor.main, "--gpus "),
-    "python -m fastgpt.convert": (convert.main, "--dtype: "),
-    "python -m fastgpt.report": (report.main, "--out, -o: "),
-    "python -m fastgpt.serve": (serve.main, "--slots: an integer"),
+    "train": "--data.source: text",
+    "sample": "--prompt: ",
+    "prepare": "--out: a path",
+    "data": "--tokenizer: text",
+    "evaluate": "--tasks: ",
+    "compare": "--json, --no-json",
+    "doctor": "--gpus ",
+    "convert": "--dtype: ",
+    "report": "--out, -o: ",
+    "serve": "--slots: an integer",
 }
 
 
@@ -36,16 +30,19 @@ COMMANDS = {
 def test_help(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    main, flag = COMMANDS[command]
     texts = []
     for argv in ("-h", "--help"):
-        with pytest.raises(SystemExit) as stopped:
-            main([argv])
-        assert not stopped.value.code
+        if command == "train":
+            main_of("fastgpt.cli")([argv])
+        else:
+            with pytest.raises(SystemExit) as stopped:
+                main_of(f"fastgpt.{command}")([argv])
+            assert not stopped.value.code
         texts.append(capsys.readouterr().out)
+    typed = "train.py" if command == "train" else f"-m fastgpt.{command}"
     assert texts[0] == texts[1]
-    assert texts[0].startswith(f"usage: {command} ")
-    assert flag in texts[0]
+    assert texts[0].startswith(f"usage: python {typed} ")
+    assert COMMANDS[command] in texts[0]
     assert "\x1b" not in texts[0]
     assert max(map(len, texts[0].splitlines())) <= 80
 
