@@ -13,7 +13,7 @@ from bench import gpu, measure, ops, records, reproduce, step, tune
 from bench.gpu import PLANS, STAGES, Stage
 from fastgpt import flags
 from fastgpt.cli import configure
-from tests.processes import ROOT, python
+from tests.processes import ROOT
 
 SLEEP = "import time; time.sleep(20)"
 DEAF = f"import signal; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); {SLEEP}"
@@ -85,13 +85,3 @@ def test_commands_cases_and_files_of_a_stage_are_there(name, tmp_path, shakespea
         _, module, *words = shlex.split(command.replace("-m bench.gpu", "-m"))
         assert PARSERS.get(module, lambda words: configure(words[1:]))(words)
     assert any(name in group for _, groups in PLANS.values() for group in groups)
-
-
-@pytest.mark.slow
-def test_the_outcome_of_each_test_is_recorded_once(tmp_path):
-    source = "import pytest\ndef test_right(): 1\ndef test_wrong(): 1 / 0\n"
-    (tmp_path / "test_some.py").write_text(f"{source}@pytest.mark.skip\ndef test_absent(): 1")
-    given = ("-n", "1", "-c", "/dev/null", "--rootdir", tmp_path, tmp_path / "test_some.py")
-    assert python("-m", "bench.gpu", "_tests", tmp_path, *given).returncode == 1
-    outcomes = [(row["case"].split("_")[-1], row.get("why")) for row in records.read(tmp_path)]
-    assert sorted(outcomes) == [("absent", "skipped"), ("right", None), ("wrong", "failed")]
