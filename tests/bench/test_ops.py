@@ -151,10 +151,16 @@ def test_a_run_is_recorded_printed_and_compared(tmp_path, monkeypatch, capsys):
 def test_a_wrong_kernel_of_ours_fails_the_command(name, status, tmp_path, monkeypatch, capsys):
     case = attention(**{name: times(float("nan"))})
     monkeypatch.setattr(command, "cases", lambda *_, **options: [case])
+    monkeypatch.setattr(measure, "machine_rates", lambda *_: RATES)
     assert command.main([*TINY, str(tmp_path)]) == status
     assert f"{name} not timed" in capsys.readouterr().out
+
+
+def test_steps_are_timed_unless_it_must_be_quick_and_nothing_over_the_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "cases", lambda *_, **options: [attention()])
+    monkeypatch.setattr(measure, "machine_rates", lambda *_: RATES)
     monkeypatch.setattr(command, "time_steps", steps := mock.Mock())
-    for number, words in enumerate((["--quick"], [])):  # training steps unless --quick is given
+    for number, words in enumerate((["--quick"], [])):
         argv = [*words, "--device", "cpu", "--budget", "0", "--out", str(tmp_path)]
         assert (command.main(argv), steps.call_count) == (0, number)
     assert "over the budget of 0 s" in [row.get("why") for row in records.read(tmp_path)]
