@@ -1,23 +1,9 @@
 """Peak memory of a step, counted by shapes, against counts by hand and what a page says."""
 
-import torch
-
 from fastgpt.config.model import ModelConfig
 from fastgpt.config.recipes import RECIPES
-from tests.memory import LiveBytes, memory_use
+from tests.memory import memory_use
 from tests.processes import ROOT
-
-
-def test_bytes_live_from_allocation_to_last_reference():
-    with LiveBytes([]) as live:
-        a = torch.empty(1000)
-        b = a.view(10, 100)  # shares a's memory
-        del a
-        assert live.now == 4000
-        c = torch.empty(500)
-        del b
-    assert (live.now, live.peak) == (2000, 6000)
-    del c
 
 
 def test_whole_logits_are_kept_and_chunked_ones_are_not():

@@ -16,15 +16,6 @@ TILE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 ROW = {"step": "fwd", "bits": 32, "D": 16, "plain": True}
 
 
-@pytest.mark.filterwarnings("ignore:attention was never tuned")
-def test_each_row_is_a_slot_and_serves_its_kernel_variants():
-    for slot in selected([75, 80, 90, 100], []):
-        for D, masks in slot.forms():
-            plain = D != 80 and masks != spec.MASKS[2]
-            call = slot.row["step"], slot.row["bits"], 128 if D == 80 else D, plain
-            assert [x for x in config.rows(slot.arch) if config.serves(x, call)] == [slot.row]
-
-
 def test_slots_are_selected_by_parts_of_their_names():
     found = selected([80, 90], ["80 dq 16 bits D=64 p", "90 dkv 32 bits D=16"])
     assert [x.name[6:] for x in found] == ["dq 16 bits D=64 plain", "dkv 32 bits D=16,32,64"]

@@ -23,7 +23,7 @@ from fastgpt.model.gpt import GPT
 from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer
 from tests.data.sets import prepared
-from tests.models import each_attention, initial, on_cpu, plain_logits, shrunk
+from tests.models import initial, on_cpu, plain_logits, shrunk
 from tests.runs import series
 
 LADDER = [name for name in RECIPES if name.startswith("lecture-")]
@@ -31,12 +31,8 @@ LADDER = [name for name in RECIPES if name.startswith("lecture-")]
 WRITTEN_TWICE = [*(x for x in LADDER if not x.startswith("lecture-gpt")), "tinystories-char"]
 
 
-def build(config: ModelConfig, attention: str = "auto") -> GPT:
-    return initial(config, chosen=on_cpu(attention=attention))
-
-
-LARGER = ("gpt2-355m", "gpt2-774m", "gpt2-1558m")
-"""Larger recipes with gpt2-124m's network."""
+def build(config: ModelConfig) -> GPT:
+    return initial(config, chosen=on_cpu(attention="auto"))
 
 
 def recipe(name: str, **changes) -> ModelConfig:
@@ -46,10 +42,9 @@ def recipe(name: str, **changes) -> ModelConfig:
 # --- each step, written a second time -------------------------------------------------------------
 
 
-@each_attention
 @pytest.mark.parametrize("name", WRITTEN_TWICE)
-def test_each_step_is_what_the_notes_say(name, attention):
-    model = build(recipe(name, vocab_multiple=64), attention=attention).eval()
+def test_each_step_is_what_the_notes_say(name):
+    model = build(recipe(name, vocab_multiple=64)).eval()
     tokens, targets = torch.randint(65, (2, 4, 8))
     expected = plain_logits(model, tokens)
     torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-5, atol=1e-5)
@@ -61,17 +56,13 @@ def test_each_step_is_what_the_notes_say(name, attention):
     ("name", "option", "value"),
     [
         ("bigram", "dropout", 0.5),
-        ("bigram", "position", "rotary"),
-        ("bigram", "num_kv_heads", 1),
         ("head", "norm", "rmsnorm"),
         ("multihead", "ffn_dim", 64),
         ("feedforward", "activation", "swiglu"),
-        ("residual", "norm", "post-layernorm"),
     ],
 )
-def test_an_option_of_which_a_step_has_no_part_is_refused(name, option, value):
-    said = f"^model.{option} is {value}: it has no effect in model.architecture "
-    with pytest.raises(UserError, match=said):
+def test_an_option_without_a_part_in_a_step_is_refused(name, option, value):
+    with pytest.raises(UserError, match=f"^model.{option} is {value}"):
         build(recipe(f"lecture-{name}", **{option: value}))
 
 
@@ -86,7 +77,7 @@ def corpus(shakespeare) -> Tensor:
 
 
 @torch.no_grad()
-def loss_over(model: GPT, ids: Tensor, every: int = 1) -> float:
+def loss_over(model: GPT, ids: Tensor, every: int) -> float:
     """Computes the loss over every so many-th window of the text."""
     T = model.config.context
     count = (len(ids) - 1) // T
@@ -96,37 +87,27 @@ def loss_over(model: GPT, ids: Tensor, every: int = 1) -> float:
 
 
 def test_bigram_starts_at_the_published_loss(corpus):
-    """The untrained bigram model has the published loss of about 4.67.
-
-    The loss is ln V + 1/2 for rows of normal numbers; a few frequent rows decide how far off.
-    """
-    assert loss_over(build(recipe("lecture-bigram")), corpus) == pytest.approx(4.67, abs=0.15)
+    """It is ln V + 1/2 for rows of normal numbers; a few frequent rows decide how far off."""
+    model = build(recipe("lecture-bigram"))
+    assert loss_over(model, corpus, every=10) == pytest.approx(4.67, abs=0.15)
 
 
-@pytest.mark.parametrize("init", ["gpt2", "normal"])
 @pytest.mark.parametrize(
-    "options", [{}, {"bias": ("mlp",)}, {"bias": ("mlp",), "tied": True}], ids=str
+    "options", [{"init": "normal"}, {"init": "gpt2", "bias": ("mlp",), "tied": True}], ids=str
 )
-def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, options, init):
-    """The untrained GPT has the loss that its weights' initial standard deviation implies.
-
-    The last LayerNorm's output has length sqrt(C), so that logits are N(0, C 0.02^2).
-    """
+def test_gpt_starts_at_the_loss_its_initialisation_gives(corpus, options):
+    """The last LayerNorm's output has length sqrt(C), so that logits are N(0, C 0.02^2)."""
     assert RECIPES["lecture-gpt"][1].model.init == "normal"
-    model = build(recipe("lecture-gpt", init=init, **options)).eval()
+    model = build(recipe("lecture-gpt", **options)).eval()
     expected = math.log(65) + 192 * 0.02**2 / 2
-    assert loss_over(model, corpus, every=400) == pytest.approx(expected, abs=0.1)
+    assert loss_over(model, corpus, every=800) == pytest.approx(expected, abs=0.1)
 
 
 # --- one batch, learnt by heart -------------------------------------------------------------------
 
 
 def floor(tokens: Tensor, targets: Tensor, reach: int) -> float:
-    """Computes the lowest loss that a model which sees `reach` tokens can reach on a batch (B, T).
-
-    It is the entropy of the next token given the last `reach` ones and, as far as such a model can
-    see it, the start of the row.
-    """
+    """Computes the entropy of the next token of a batch (B, T), given the last `reach` ones."""
     seen = defaultdict(Counter)
     for row, wanted in zip(tokens.tolist(), targets.tolist()):
         for t, token in enumerate(wanted):
@@ -136,10 +117,7 @@ def floor(tokens: Tensor, targets: Tensor, reach: int) -> float:
 
 
 def overfit(model: GPT, tokens: Tensor, targets: Tensor, below: float) -> float:
-    """Trains a model on one batch with AdamW and returns the last loss.
-
-    It stops at the first loss below `below`, or after 3000 steps.
-    """
+    """Trains a model on one batch, for 3000 steps or to a loss below `below`; returns the last."""
     # one head's softmax saturates and stays where it is, unless its weights decay
     table = model.config.architecture == "bigram"
     lr, decay = (0.3, 0.0) if table else (3e-3, 0.3)
@@ -155,7 +133,7 @@ def overfit(model: GPT, tokens: Tensor, targets: Tensor, below: float) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in LARGER])
+@pytest.mark.parametrize("name", {shrunk(name): name for name in RECIPES}.values())
 def test_one_batch_is_learnt_to_its_floor(name, corpus, one_thread):
     config = shrunk(name)
     T = config.context
@@ -196,15 +174,13 @@ def test_a_run_in_epochs_tells_its_loss_and_perplexity_after_each(
     Trainer(configure([*flags, "--epochs", "2"])).fit()
     run, said = tmp_path / "run", capsys.readouterr().out
     manifest = json.loads((abstracts / "pubmed" / "manifest.json").read_text())
-    documents = manifest["splits"]["train"]["documents"]
+    epoch = manifest["splits"]["train"]["documents"] / 8  # in steps
     losses = series(run, "val_loss")
-    per_epoch = math.ceil(documents / 8)
-    assert list(losses) == [0, per_epoch, math.ceil(2 * documents / 8)]
+    assert list(losses) == [0, math.ceil(epoch), math.ceil(2 * epoch)]
     assert losses[0] == pytest.approx(math.log(800), abs=1)
     assert list(losses.values()) == sorted(losses.values(), reverse=True)
     for step, loss in losses.items():
-        epoch = step * 8 / documents
-        assert f"step {step:>6}  epoch {epoch:.2f}  val loss {loss:.4f}" in said
+        assert f"step {step:>6}  epoch {step / epoch:.2f}  val loss {loss:.4f}" in said
         assert f"perplexity {math.exp(loss):.2f}" in said
     progress = list(series(run, "train_loss"))
     assert progress == [1, *range(5, progress[-1], 5), list(losses)[-1]]
@@ -214,8 +190,6 @@ def test_steps_on_the_command_line_take_the_place_of_epochs(flags):
     assert (configure(flags).epochs, configure(flags).eval_every) == (20, "epoch")
     config = configure([*flags, "--steps", "7", "--eval_every=3"])
     assert (config.epochs, config.steps, config.eval_every) == (None, 7, 3)
-    with pytest.raises(UserError, match="--steps and --epochs are both given"):
-        configure([*flags, "--steps", "7", "--epochs", "1"])
 
 
 @pytest.mark.parametrize(
@@ -224,9 +198,8 @@ def test_steps_on_the_command_line_take_the_place_of_epochs(flags):
 )
 def test_missing_data_is_named_with_what_to_do(recipe, named, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path))
-    command = f"python -m fastgpt.prepare {named} --tokenizer .*--out {tmp_path / recipe}"
-    with pytest.raises(UserError, match=rf"^[^\n]*{command}[^\n]*$"):
-        (resolve(configure([recipe, "--train.device", "cpu"])))
+    with pytest.raises(UserError, match=rf"{named} --tokenizer .*--out {tmp_path / recipe}"):
+        resolve(configure([recipe, "--train.device", "cpu"]))
 
 
 # --- any checkpoint, one command ------------------------------------------------------------------
@@ -238,11 +211,14 @@ SMALL = (
 SMALLER = "--model.num-layers 2 --model.num-heads 2 --model.dim 32 --model.context 16"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_checkpoint_of_any_recipe_samples(recipe, text, tmp_path, one_thread, no_curves, capsys):
+@pytest.mark.parametrize(
+    "recipe", ["lecture-bigram", "lecture-head", "lecture-residual", "gpt2-124m-modern", "pubmed"]
+)
+def test_a_checkpoint_of_any_architecture_samples(
+    recipe, text, tmp_path, one_thread, no_curves, capsys
+):
     shrink = SMALLER if RECIPES[recipe][1].model.dim > 64 else ""
     place = f"--data.source {text} --run-dir {tmp_path / 'run'} --model.vocab-size None"
-    place += " --init-from None"
     Trainer(configure([recipe, *f"{SMALL} {shrink} {place}".split()])).fit()
     capsys.readouterr()
     sample.main([str(tmp_path / "run"), "--tokens", "40", "--n", "2", "--device", "cpu"])

@@ -1,16 +1,14 @@
 """Settings of a process for training on a CPU: how threads wait, what is imported."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from fastgpt.device import cpu
-from tests.runs import ROOT
+from tests.processes import python
 
 BUSY, CALM, IDLE = (200, 250), (480, 1), (1, 1)
 """Milliseconds between two looks in which the thread ran, and waited for a core."""
@@ -19,6 +17,8 @@ BUSY, CALM, IDLE = (200, 250), (480, 1), (1, 1)
 @pytest.fixture
 def looks(monkeypatch):
     """Returns a function that looks once after each pair of times, and lists what followed."""
+    monkeypatch.setattr(cpu, "cores", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
     def look(*times):
         total, held, sleeps = (0, 0), [], []
@@ -32,6 +32,7 @@ def looks(monkeypatch):
         schedstat = mock.Mock(exists=lambda: next(there, None) or sleeps.append(sleeping()))
         cpu.adapt_spinning(schedstat)
         assert not sleeping(), "the threads of an ended watch sleep on"
+        assert len({*held}) * 3 == len(held), "three teams have more threads than cores"
         return sleeps[1:]
 
     return look
@@ -46,60 +47,35 @@ def test_threads_sleep_while_other_programs_need_the_cores(looks):
 
 
 TEAM = """
-import os, threading, time
-from types import SimpleNamespace
-import torch
+import os, threading, time, torch
 from fastgpt.device import cpu
 
-torch.set_num_threads(2)
-torch.zeros(2**20).add_(1)
-
-def threads():
-    return len(os.listdir("/proc/self/task"))
-
-def wait(condition):
+def wait_for(threads):
     end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, threads()
+    while (found := len(os.listdir("/proc/self/task"))) != threads:
+        assert time.monotonic() < end, (found, threads)
         time.sleep(0.01)
 
-before, busy = threads(), [(0, 0), (10**9, 10**9)]
-values = iter([*busy, *((n * 10**9, 10**9) for n in range(2, 6))])
-seen = []
-
-def look(_):
-    seen.append(wait(lambda: len(seen) != 2 or threads() >= before + 1 + 2 * (cpu.cores() - 1)))
-    return next(values)
-
-cpu._times, cpu.LOOK_S = look, 0.01
-schedstat = SimpleNamespace(exists=lambda: len(seen) < 2 + cpu.CALM_LOOKS)
-threading.Thread(target=cpu.adapt_spinning, args=(schedstat,)).start()
-wait(lambda: len(seen) == 2 + cpu.CALM_LOOKS and threads() == before)
+torch.set_num_threads(3)
+torch.zeros(2**20).add_(1)
+before, let_go = len(os.listdir("/proc/self/task")), threading.Event()
+threading.Thread(target=cpu._hold_threads, args=(let_go,)).start()
+wait_for(before + 3)
+let_go.set()
+wait_for(before)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux counts threads there")
-def test_meanwhile_more_threads_than_cores_are_kept():
-    environment = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-c", TEAM]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+def test_a_thread_holds_a_team_until_it_is_let_go():
+    assert python("-c", TEAM, OMP_NUM_THREADS=None).stderr == ""
 
 
 def test_a_thread_that_has_ended_is_not_watched_any_more(tmp_path):
     cpu.adapt_spinning(tmp_path / "schedstat")
 
 
-# --- imports --------------------------------------------------------------------------------------
-
-RUN = """
-import sys
-from fastgpt.cli import main
-main()
-assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
-"""
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_run_that_compiles_nothing_does_not_import_dynamo(tiny, kind):
-    argv = tiny(f"--optim.kind {kind} --train.device cpu --steps 2 --train.sample-tokens 4")
-    subprocess.run([sys.executable, "-c", RUN, *argv], cwd=ROOT, check=True, timeout=120)
+def test_a_run_that_compiles_nothing_does_not_import_dynamo(tiny):
+    said = "import sys\nfrom fastgpt.cli import main\nmain()\nprint('torch._dynamo' in sys.modules)"
+    argv = tiny("--optim.kind muon --train.device cpu --steps 2 --train.sample-tokens 4")
+    assert python("-c", said, *argv).stdout.splitlines()[-1] == "False"

@@ -38,17 +38,13 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("facts", "said"),
-    [
-        ({"loaded": True}, f"is built for CUDA 13.0 and cannot use it: {OLD}; or pass"),
-        ({"loaded": True, "built": None}, "without CUDA: install a CUDA build of torch"),
-    ],
+    [({"loaded": True}, OLD), ({"loaded": True, "built": None}, "install a CUDA build of torch")],
 )
 def test_a_gpu_that_torch_cannot_use_is_never_left_for_the_cpu(machine, facts, said):
     machine(**facts)
     with pytest.raises(UserError, match=re.escape(said)) as error:
         device.pick_device("auto")
-    assert str(error.value).startswith("this machine has an NVIDIA GPU, but torch")
-    assert str(error.value).endswith("; or pass --train.device cpu to use the CPU")
+    assert str(error.value).endswith("--train.device cpu to use the CPU")
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="sees no CUDA device here: this machine has an NVIDIA GPU"):
         device.pick_device("cuda")
@@ -56,8 +52,7 @@ def test_a_gpu_that_torch_cannot_use_is_never_left_for_the_cpu(machine, facts, s
 
 
 @pytest.mark.parametrize(
-    ("facts", "visible"),
-    [({}, "0"), ({"loaded": True}, ""), ({"loaded": True}, "-1")],
+    ("facts", "visible"), [({}, "0"), ({"loaded": True}, ""), ({"loaded": True}, "-1")]
 )
 def test_without_a_gpu_or_with_hidden_ones_the_cpu_is_right(machine, facts, visible, monkeypatch):
     machine(**facts)
@@ -98,36 +93,37 @@ def toolchain(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("installed", "cc", "missing"),
     [
-        (["gcc"], "", r"Python\.h is missing: install it .apt install python3\.[0-9]+-dev, "),
-        (["g++", "Python.h"], "", r"no C compiler was found \(CC, gcc, clang\): install gcc"),
+        (["gcc"], None, r"Python\.h is missing"),
+        (["g++", "Python.h"], None, r"no C compiler was found \(CC, gcc, clang\)"),
         (["gcc", "Python.h"], "/opt/cc", r"no C compiler was found \(CC is /opt/cc\)"),
-        (["clang", "Python.h"], "", None),
     ],
 )
-def test_what_kernels_need_is_checked_before_any_trial(
+def test_what_kernels_lack_is_found_before_any_trial(
     toolchain, monkeypatch, installed, cc, missing
 ):
     toolchain(*installed)
     if cc:
         monkeypatch.setenv("CC", cc)
     said, asked = [], OpsConfig(attention="triton")
-    tried = mock.Mock(return_value={})
-    monkeypatch.setattr(choose, "remembered_or_tried", tried)
     sizes = Sizes(ModelConfig(), 1, "bf16", True)
     assert choose.choose(OpsConfig(), sizes, "cuda", said.append) == ({}, {})
+    assert re.search(rf"^[^\n]*{missing}[^\n]*$", *said)
     choose.require_toolchain(OpsConfig(), "cuda")
     choose.require_toolchain(asked, "cpu")
-    if missing is None:
-        assert tried.called
-        return choose.require_toolchain(asked, "cuda")
-    [line] = said
-    assert re.search(rf"{missing}.*; PyTorch's ops are used instead of our kernels$", line)
     with pytest.raises(UserError, match=rf"^--ops.attention is triton: .*{missing}"):
         choose.require_toolchain(asked, "cuda")
     monkeypatch.setattr(device, "has_compiler", lambda: True)
     compiled, note = device.pick_compile("auto", "cuda")
     assert (compiled, note[-22:]) == (False, "; torch.compile is off"), note
-    return None
+
+
+def test_where_kernels_lack_nothing_they_are_tried(toolchain, monkeypatch):
+    toolchain("clang", "Python.h")
+    tried = mock.Mock(return_value={})
+    monkeypatch.setattr(choose, "remembered_or_tried", tried)
+    choose.choose(OpsConfig(), Sizes(ModelConfig(), 1, "bf16", True), "cuda", print)
+    assert tried.called
+    choose.require_toolchain(OpsConfig(attention="triton"), "cuda")
 
 
 def test_kernels_without_a_compiler_are_an_error_before_data_is_read(toolchain, monkeypatch, tiny):

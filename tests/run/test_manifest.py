@@ -24,6 +24,7 @@ BEGUN = {"on": "cpu", "precision": "bf16"}
     ],
 )
 def test_a_run_on_cpus_keeps_its_precision(tmp_path, asked, on, begun, expected):
+    assert precision_asked(Config(resume=str(tmp_path)), on, print) == "auto"  # no manifest
     (tmp_path / "manifest.json").write_text(json.dumps(begun))
     config = Config()
     config = replace(config, train=replace(config.train, precision=asked))
@@ -39,7 +40,3 @@ def test_bf16_that_is_emulated_now_is_warned_of(tmp_path, monkeypatch, fast):
     said = []
     assert precision_asked(Config(resume=str(tmp_path)), "cpu", said.append) == "bf16"
     assert len(said) == (not fast)
-
-
-def test_without_a_manifest_the_cpu_decides(tmp_path):
-    assert precision_asked(Config(resume=str(tmp_path)), "cpu", print) == "auto"
