@@ -14,6 +14,9 @@ PYTHON ?= python3
 EXTRAS ?= dev
 RECIPE ?= baby
 
+# Tests start many processes that import PyTorch: without this each one compiles it anew, in 3 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 targets := help setup train test test-full op gate parity parity-full simgpu simgpu-brief simgpu-full rehearsal mutants real chaos bench bench-regress gpu tune reproduce hub docs notebook lint fmt clean
 .PHONY: $(targets) .check-python .check-extras .check-op .new-venv
