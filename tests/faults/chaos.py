@@ -10,15 +10,14 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,10 @@ from fastgpt.data.corpus import MANIFEST, open_shards
 from fastgpt.logs.metrics import read_records
 from fastgpt.train import trainer  # noqa: F401 - as above
 from tests.data.sets import texts, write_documents
-from tests.processes import ROOT
+from tests.processes import ROOT, free_port
 from tests.runs import outcome
 
+FORKS = get_context("fork")
 RECORD = ROOT / "docs" / "chaos.json"
 PATIENCE_S = 60.0
 """Seconds after which a process that should end by itself hangs."""
@@ -63,25 +63,23 @@ class Work:
     """Kills a rank of the job, which must end by itself then, and not the whole job."""
 
 
-def train(flags: str) -> None:
-    sys.argv = ["train.py", *TINY.split(), *flags.split()]
-    cli.main()
+def train(flags: str, **environment: object) -> None:
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    cli.main([*TINY.split(), *flags.split()])
 
 
 def train_on_two_ranks(flags: str) -> None:
     """Starts both ranks, and sends SIGTERM to the other one when one fails, as torchrun does."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
     ranks = []
     for rank in range(2):
-        own = shared | {"MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
-        os.environ.update({name: str(value) for name, value in own.items()})
-        ranks.append(forked(partial(train, flags), session=False))
+        own = shared | {"LOCAL_WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(FORKS.Process(target=train, args=(flags,), kwargs=own))
+        ranks[-1].start()
     first, status = os.wait()
-    ranks.remove(first)
     if status:
-        os.kill(*ranks, signal.SIGTERM)
+        [other] = (rank.pid for rank in ranks if rank.pid != first)
+        os.kill(other, signal.SIGTERM)
     sys.exit(bool(os.wait()[1] or status))
 
 
@@ -136,43 +134,13 @@ WORKS = {
 # --- processes ------------------------------------------------------------------------------------
 
 
-def forked(start: Callable[[], None], *, session: bool = True) -> int:
-    """Calls a function in a process of its own, which writes into the file `log`.
-
-    Args:
-        session: begins a new session, of which the process is the leader.
-    """
-    if pid := os.fork():
-        return pid
-    status = 1
-    try:
-        if session:
-            os.setsid()
-            log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
-        start()
-        status = 0
-    except SystemExit as error:
-        status = int(bool(error.code))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def ended(pid: int, seconds: float) -> int | None:
-    """Waits for a process: its exit status, negative after a signal; None if it still runs."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    return None
+def in_session(start: Callable[[], None]) -> None:
+    """Calls a function as the leader of a new session, which writes into the file `log`."""
+    os.setsid()
+    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    start()
 
 
 def others(leader: int) -> list[int]:
@@ -197,18 +165,21 @@ def killed(work: Work, after: float, draw: random.Random) -> float | None:
     Raises:
         Fault: it fails by itself, hangs, or leaves processes behind.
     """
-    pid = forked(work.start)
-    code, began, allowed = ended(pid, after), time.monotonic(), (0,)
-    if code is None:
+    process = FORKS.Process(target=in_session, args=(work.start,))
+    process.start()
+    process.join(after)
+    pid, began, allowed = process.pid, time.monotonic(), (0,)
+    if process.exitcode is None:
         targets = others(pid) if work.one_rank else [pid]
         allowed = (1, 0) if work.one_rank else (-work.how, 0)
         for target in draw.sample(targets, min(1, len(targets))):  # its ranks may not be there yet
             os.kill(target, work.how)
-        code = ended(pid, PATIENCE_S)
+        process.join(PATIENCE_S)
     while (left := others(pid)) and time.monotonic() < began + PATIENCE_S:
         time.sleep(0.002)
-    for process in [*left, *[pid] * (code is None)]:
-        os.kill(process, signal.SIGKILL)
+    code = process.exitcode
+    for running in [*left, *[pid] * (code is None)]:
+        os.kill(running, signal.SIGKILL)
     if left or code not in allowed:
         said = Path("log").read_text()[-2000:]
         raise Fault(f"exit status {code}, {len(left)} processes are left: {said}")
@@ -274,23 +245,15 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def main(
-    tries: int = 500, seed: int = 0, only: tuple[str, ...] = tuple(WORKS), out: Path = RECORD
-) -> int:
-    """Kills works, of which `only` names some, at random moments; writes and prints a table."""
-    if unknown := [name for name in only if name not in WORKS]:
-        sys.exit(f"error: --only has {unknown[0]!r}: expected some of {', '.join(WORKS)}")
-    if len(only) < len(WORKS) and out == RECORD:
-        sys.exit("error: --only needs --out: expected another file than that of the whole record")
-    if tries < len(only):
-        sys.exit(f"error: --tries is {tries}: expected {len(only)} or more, one of each kind")
+def main(tries: int = 500, seed: int = 0, out: Path = RECORD) -> int:
+    """Kills works at random moments; writes and prints a table."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     record = {}
     with tempfile.TemporaryDirectory() as place:
         os.environ["FASTGPT_CACHE"] = f"{place}/cache"
-        for number, name in enumerate(only):
-            share = (tries + number) // len(only)  # they sum to the tries
+        for number, name in enumerate(WORKS):
+            share = (tries + number) // len(WORKS)  # they sum to the tries
             folder = Path(place, "work")
             record[name] = run_work(WORKS[name], share, folder, random.Random(f"{seed} {name}"))
         os.chdir(ROOT)

@@ -20,10 +20,10 @@ def joined(rank, broadcast):
 
 
 @pytest.fixture
-def ranks(monkeypatch):
+def pair(monkeypatch):
     """Two ranks in this process, and what a failure that they noticed was: (rank, word).
 
-    Two strangers connect to the main rank before the other one does, of whom one says nothing.
+    Two strangers connect to the main rank before the other one does; the second says nothing.
     """
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr(failure, "HELLO_S", 1)
@@ -39,7 +39,9 @@ def ranks(monkeypatch):
             stranger.send(b"GET / HTTP/1.1\r\n\r\n")
             other = joined(1, lambda _: place)
             started = main.result(timeout=10)
-        yield started, other, noticed
+    yield started, other, noticed
+    other.close()
+    started.close()
 
 
 def soon(condition, seconds=0.5):
@@ -50,21 +52,18 @@ def soon(condition, seconds=0.5):
     return condition()
 
 
-def test_a_rank_that_hears_that_the_main_rank_is_done_does_not_seem_killed(ranks):
-    main, other, noticed = ranks
+def test_a_rank_that_hears_that_the_main_rank_is_done_does_not_seem_killed(pair):
+    main, other, noticed = pair
     main.say(DONE)  # and is interrupted before its thread ends
     assert not soon(lambda: noticed)
     other.say(DONE)
     other.close()
     assert not soon(lambda: noticed)
-    main.close()
 
 
-def test_a_connection_that_closes_without_a_word_is_noticed(ranks):
-    main, other, noticed = ranks
+def test_a_connection_that_closes_without_a_word_is_noticed(pair):
+    _, other, noticed = pair
     for link in other.links:
         with socket.socket(fileno=os.dup(link.fileno())) as same:
             same.shutdown(socket.SHUT_RDWR)
     assert soon(lambda: (1, KILLED) in noticed, seconds=10)
-    main.close()
-    other.close()
