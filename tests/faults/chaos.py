@@ -15,11 +15,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.figure  # noqa: F401 - so that not each fork imports it
 import torch
@@ -50,17 +50,7 @@ class Fault(Exception):  # noqa: N818
     """Something was lost, or looked whole and was not, or hung, or stayed behind."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Something that is killed until it is done, in the current folder."""
-
-    start: Callable[[], None]
-    result: Callable[[], Any]
-    check: Callable[[], int]
-    """Looks at what is there after a kill; returns the steps that have to be taken again."""
-    how: signal.Signals = signal.SIGKILL
-    one_rank: bool = False
-    """Kills a rank of the job, which must end by itself then, and not the whole job."""
+# --- works ----------------------------------------------------------------------------------------
 
 
 def train(flags: str, **environment: object) -> None:
@@ -88,29 +78,19 @@ def tokenize() -> None:
     prepare.main(["documents.jsonl", *flags.split()])
 
 
-def steps_lost(most: int) -> int:
-    """Reads every checkpoint, and counts the steps that were logged after the last one."""
-    kept = [
-        checkpoint.load(path).step for path in checkpoint.steps_on_disk(Path("run/checkpoints"))
-    ]
-    metrics = Path("run/metrics.jsonl")
-    logged = [row["step"] for row in read_records(metrics)] if metrics.exists() else []
-    lost = max(0, max(logged, default=0) - max(kept, default=0))
-    if lost > most:
-        raise Fault(f"{lost} steps are lost: expected at most {most}")
-    return lost
+class Work(NamedTuple):
+    """Something that is killed until it is done, in the current folder."""
+
+    start: Callable[[], None]
+    most: int = 0
+    """Steps that a kill may lose."""
+    how: signal.Signals = signal.SIGKILL
+    one_rank: bool = False
+    """Kills a rank of the job, which must end by itself then, and not the whole job."""
 
 
-def training(flags: str, most: int, **options: Any) -> Work:
-    start = partial(train_on_two_ranks if "one_rank" in options else train, flags)
-    result = partial(outcome, Path("run"))
-    return Work(start=start, result=result, check=partial(steps_lost, most), **options)
-
-
-def what_is_prepared() -> int:
-    if Path("data", MANIFEST).exists():
-        open_shards(Path("data"), tokenizer="auto")
-    return 0
+def training(flags: str, most: int, **how: Any) -> Work:
+    return Work(partial(train_on_two_ranks if "one_rank" in how else train, flags), most, **how)
 
 
 # a checkpoint is written behind the next steps, so that two intervals can be lost
@@ -119,19 +99,47 @@ WORKS = {
     # not by Muon, of which a step takes 2 s at this width on CPUs without products in bf16
     "saving": training("--steps 24 --save-every 1 --model.dim 256 --optim.kind adamw", 2),
     "evaluating": training("--steps 8 --eval-every 1 --save-every 4 --data.val-fraction 0.5", 8),
-    "preparing": Work(
-        start=tokenize, check=what_is_prepared,
-        result=lambda: {x.name: x.read_bytes() for x in Path("data").rglob("*.bin")},
-    ),
+    "preparing": Work(tokenize),
     "two ranks": training("--steps 80 --save-every 20", 40, one_rank=True),
     "two ranks, saving parts": training(
         "--parallel.kind fsdp --steps 40 --save-every 2", 4, one_rank=True
     ),
     "stopping": training("--steps 160 --save-every 160", 0, how=signal.SIGTERM),
-}  # fmt: skip
+}
 
 
-# --- processes ------------------------------------------------------------------------------------
+def begin(folder: Path) -> None:
+    """Makes a folder with the inputs of all works the current one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    os.chdir(folder)
+    Path("log").touch()
+    Path("text.txt").write_text("the cat sat on the mat, and the dog sat on the log. " * 400)
+    write_documents(Path("documents.jsonl"), texts(20_000))
+
+
+def result() -> object:
+    """Returns what a work that is done has made."""
+    if Path("data").exists():
+        return {path.name: path.read_bytes() for path in Path("data").rglob("*.bin")}
+    return outcome(Path("run"))
+
+
+def steps_lost(most: int) -> int:
+    """Reads all that looks whole, and counts the steps that were logged after the last one kept."""
+    if Path("data", MANIFEST).exists():
+        open_shards(Path("data"), tokenizer="auto")
+    saved = checkpoint.steps_on_disk(Path("run/checkpoints"))
+    last, metrics = max((checkpoint.load(path).step for path in saved), default=0), []
+    if Path("run/metrics.jsonl").exists():
+        metrics = read_records(Path("run/metrics.jsonl"))
+    lost = max(0, max((record["step"] for record in metrics), default=0) - last)
+    if lost > most:
+        raise Fault(f"{lost} steps are lost: expected at most {most}")
+    return lost
+
+
+# --- kills ----------------------------------------------------------------------------------------
 
 
 def in_session(start: Callable[[], None]) -> None:
@@ -141,19 +149,6 @@ def in_session(start: Callable[[], None]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     start()
-
-
-def others(leader: int) -> list[int]:
-    """Lists the living processes of a session but its leader."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(session) == leader and state != "Z":
-            found.append(int(path.parent.name))
-    return sorted({*found} - {leader})
 
 
 def killed(work: Work, after: float, draw: random.Random) -> float | None:
@@ -170,33 +165,20 @@ def killed(work: Work, after: float, draw: random.Random) -> float | None:
     process.join(after)
     pid, began, allowed = process.pid, time.monotonic(), (0,)
     if process.exitcode is None:
-        targets = others(pid) if work.one_rank else [pid]
+        ranks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        targets = [*map(int, ranks)] if work.one_rank else [pid]
         allowed = (1, 0) if work.one_rank else (-work.how, 0)
         for target in draw.sample(targets, min(1, len(targets))):  # its ranks may not be there yet
             os.kill(target, work.how)
-        process.join(PATIENCE_S)
-    while (left := others(pid)) and time.monotonic() < began + PATIENCE_S:
-        time.sleep(0.002)
-    code = process.exitcode
-    for running in [*left, *[pid] * (code is None)]:
-        os.kill(running, signal.SIGKILL)
+    left = not wait([process.sentinel], PATIENCE_S)  # its forks have the other end as well
+    if left:
+        os.killpg(pid, signal.SIGKILL)
+    process.join()
+    said, code = Path("log").read_text(), process.exitcode
     if left or code not in allowed:
-        said = Path("log").read_text()[-2000:]
-        raise Fault(f"exit status {code}, {len(left)} processes are left: {said}")
-    stopped = code == 0 and work.how == signal.SIGTERM and "to resume" in Path("log").read_text()
+        raise Fault(f"exit status {code}, processes were left: {left}: {said[-2000:]}")
+    stopped = code == 0 and work.how == signal.SIGTERM and "to resume" in said
     return time.monotonic() - began if code or stopped else None
-
-
-# --- the record -----------------------------------------------------------------------------------
-
-
-def begin(folder: Path) -> None:
-    """Makes a folder with the inputs of all works the current one."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    os.chdir(folder)
-    Path("text.txt").write_text("the cat sat on the mat, and the dog sat on the log. " * 400)
-    write_documents(Path("documents.jsonl"), texts(20_000))
 
 
 def run_work(work: Work, tries: int, folder: Path, draw: random.Random) -> dict[str, Any]:
@@ -204,7 +186,7 @@ def run_work(work: Work, tries: int, folder: Path, draw: random.Random) -> dict[
     begin(folder)
     start = time.monotonic()
     killed(work, PATIENCE_S, draw)
-    duration, expected = time.monotonic() - start, work.result()
+    duration, expected = time.monotonic() - start, result()
     begin(folder)
     seconds, lost, faults, done = [], [], [], False
     while not done:
@@ -213,9 +195,9 @@ def run_work(work: Work, tries: int, folder: Path, draw: random.Random) -> dict[
             took = killed(work, PATIENCE_S if enough else draw.uniform(0, duration), draw)
             if took is not None:
                 seconds.append(took)
-                lost.append(work.check())
+                lost.append(steps_lost(work.most))
                 continue
-            if work.result() != expected:
+            if result() != expected:
                 raise Fault("the result is not that of the work without a kill")
         except Exception as error:
             faults.append(f"{type(error).__name__}: {error}")
@@ -236,12 +218,11 @@ def table(record: dict[str, Any]) -> str:
         ("---", "---", "--:", "--:", "--:", "--:"),
     ]
     for name, found in record.items():
-        lost, seconds = found["lost"], found["seconds"]
+        lost, seconds, tries = found["lost"], found["seconds"], found["tries"]
         steps = f"{statistics.median(lost):.0f}, {max(lost)}" if any(lost) else "0"
         took = f"{statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s"
         how = found["how"] + " of one rank" * found["one_rank"]
-        whole = found["tries"] - len(found["faults"])
-        rows.append((name, how, f"{found['tries']}", f"{whole}", steps, took))
+        rows.append((name, how, f"{tries}", f"{tries - len(found['faults'])}", steps, took))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -252,10 +233,10 @@ def main(tries: int = 500, seed: int = 0, out: Path = RECORD) -> int:
     record = {}
     with tempfile.TemporaryDirectory() as place:
         os.environ["FASTGPT_CACHE"] = f"{place}/cache"
-        for number, name in enumerate(WORKS):
+        for number, (name, work) in enumerate(WORKS.items()):
             share = (tries + number) // len(WORKS)  # they sum to the tries
-            folder = Path(place, "work")
-            record[name] = run_work(WORKS[name], share, folder, random.Random(f"{seed} {name}"))
+            draw = random.Random(f"{seed} {name}")
+            record[name] = run_work(work, share, Path(place, "work"), draw)
         os.chdir(ROOT)
     lines = (f"{json.dumps(name)}: {json.dumps(work)}" for name, work in record.items())
     out.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -83,7 +83,6 @@ def refuse(argv, more):
     ("flags", "said"),
     [
         ("--optim.lr 0.5", "--optim.lr is 0.5 on rank 1, and 0.004 on rank 0"),
-        ("--steps 6", "--steps is 6 on rank 1, and 8 on rank 0"),
         ("--run-dir {}/other", "--resume is None on rank 1, and step_00000002 on rank 0"),
     ],
 )
@@ -165,16 +164,11 @@ def test_ranks_end_with_their_launcher(tiny, tmp_path, sent, size, hangs):
 @pytest.mark.slow
 def test_headline_command(tmp_path):
     """The README's `torchrun` command trains with 8 ranks on the built-in corpus."""
-    if torch.cuda.is_available() and torch.cuda.device_count() < 8:
-        pytest.skip("8 ranks need 8 GPUs where there is one")
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
     short = "--steps 2 --data.eval-tokens 4096 --data.final-eval-tokens 4096"
     out = finish(torchrun(8, "train.py", *short.split(), cwd=tmp_path))
     [run] = (tmp_path / "runs").iterdir()
-    assert f"\ndone after step 2: {run}\n" in out
+    assert out.count(f"\ndone after step 2: {run}\n") == 1, "only one rank speaks"
     assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0, 1, 2, 2]
     manifest = json.loads((run / "manifest.json").read_text())
     assert (manifest["ranks"], manifest["data"]["name"]) == (8, "builtin")
-    [saved] = checkpoint.steps_on_disk(run / "checkpoints")
-    assert saved.name == "step_00000002"
-    assert out.count("step      0  epoch 0.00  val loss") == 1, "only one rank speaks"
