@@ -60,9 +60,8 @@ def test_native_code_that_keeps_pythons_lock_is_ended():
 def timers(monkeypatch):
     """Seconds of the timers that were set, None where one was cancelled; and a clock to set."""
     found, clock = [], [100.0]
-    monkeypatch.setattr(
-        faulthandler, "dump_traceback_later", lambda seconds, **how: found.append(seconds)
-    )
+    set_timer = lambda seconds, **how: found.append(seconds)  # noqa: E731
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", set_timer)
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: found.append(None))
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(watchdog, "_next", 0.0)
