@@ -156,8 +156,12 @@ class Ranks:
             self.links.append(ours)
             self.forks.append(fork)
 
-    def stop(self) -> None:
-        """Ends the ranks; the next call starts others."""
+    def stop(self, seconds: float = 0) -> None:
+        """Ends the ranks, in so many seconds by themselves; the next call starts others."""
+        for link in self.links:
+            link.close()
+        for fork in self.forks:
+            fork.join(seconds)
         for fork in self.forks:
             fork.kill()
             fork.join()
@@ -167,31 +171,37 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.stop(5)
 
 
 def _serve(link: Connection, environment: dict[str, str]) -> None:
     """Calls what comes through the link, until its other end closes."""
+    from fastgpt.faults.failure import abort_all_ranks
+
     os.environ.update(environment)
     _cheapen()
-    while True:
-        try:
-            function, args = link.recv()
-        except EOFError:
-            return
-        error, result, begun = None, None, time.process_time()
-        try:
-            result = function(*args)
-        except BaseException:
-            error = traceback.format_exc()
-        link.send((error, result, time.process_time() - begun))
+    with abort_all_ranks():  # in the end they leave the group together
+        while True:
+            try:
+                function, args = link.recv()
+            except EOFError:
+                break
+            error, result, begun = None, None, time.process_time()
+            try:
+                result = function(*args)
+            except BaseException:
+                error = traceback.format_exc()
+            link.send((error, result, time.process_time() - begun))
 
 
 def _cheapen() -> None:
     """Leaves out what takes longer than a tiny run, as the fixture `tiny` does."""
+    import torch
+
     from fastgpt.device import device
     from fastgpt.logs import metrics
 
+    torch.set_num_threads(1)
     metrics.plot_losses = lambda records, path, title: path.touch()
     device.measured_peak = lambda *_: 1e11
 
@@ -208,6 +218,53 @@ def train_in_turn(argvs: list[list[str]]) -> str:
 
 
 # --- torchrun -------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def torchrun(
+    ranks: int, *argv: str, cwd: Path = ROOT, before: tuple = (), **environment: str
+) -> subprocess.Popen[str]:
+    """Starts `torchrun --nproc_per_node=RANKS ARGV`, with its own port and session.
+
+    The words `before` stand before the command. The port comes through torchrun's own environment
+    variable, so that the command is as typed.
+    """
+    own = {"PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **environment}
+    own["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [*before, "torchrun", f"--nproc_per_node={ranks}", *argv],
+        cwd=cwd, env=os.environ | own, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 150) -> str:
+    """Returns the output of a process that must succeed."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, err
+    return out
+
+
+def read_until(process: Any, pattern: str) -> None:
+    """Reads the output's lines up to the first that matches."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return
+    raise AssertionError("".join(lines) + process.stderr.read())
+
+
+# --- torchrun's agent in a fork -------------------------------------------------------------------
 
 
 class Job:
@@ -289,47 +346,3 @@ def _rank(agent: int, function: Callable[..., object], args: tuple) -> None:
 
 
 PR_SET_PDEATHSIG = 1
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
-
-
-def torchrun(
-    ranks: int, *argv: str, cwd: Path = ROOT, before: tuple = (), **environment: str
-) -> subprocess.Popen[str]:
-    """Starts `torchrun --nproc_per_node=RANKS ARGV`, with its own port and session.
-
-    The words `before` stand before the command. The port comes through torchrun's own environment
-    variable, so that the command is as typed.
-    """
-    own = {"PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **environment}
-    own["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [*before, "torchrun", f"--nproc_per_node={ranks}", *argv],
-        cwd=cwd, env=os.environ | own, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 150) -> str:
-    """Returns the output of a process that must succeed."""
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, err
-    return out
-
-
-def read_until(process: Any, pattern: str) -> None:
-    """Reads the output's lines up to the first that matches."""
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if re.search(pattern, line):
-            return
-    raise AssertionError("".join(lines) + process.stderr.read())
