@@ -24,10 +24,9 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import tyro
@@ -53,16 +52,15 @@ CPU_S, SPACE = 2.0, 2**29
 """CPU seconds that a case may take, and bytes of address space that it may add."""
 
 
-@dataclass(frozen=True)
-class Target:
+# --- what is loaded -------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
     """Files that are changed, how they are loaded, and which one has checksums of others."""
 
     root: Path
     load: Callable[[], object]
     record: str = ""
-
-
-# --- what is loaded -------------------------------------------------------------------------------
 
 
 def load_model(path: Path) -> object:

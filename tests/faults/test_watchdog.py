@@ -6,8 +6,6 @@ import os
 import time
 from types import SimpleNamespace
 
-import pytest
-
 from fastgpt import cli
 from fastgpt.data.loader import Loader
 from fastgpt.faults import watchdog
@@ -56,35 +54,23 @@ def test_native_code_that_keeps_pythons_lock_is_ended():
     assert " in hang\n" in done.stderr
 
 
-@pytest.fixture
-def timers(monkeypatch):
-    """Seconds of the timers that were set, None where one was cancelled; and a clock to set."""
-    found, clock = [], [100.0]
-    set_timer = lambda seconds, **how: found.append(seconds)  # noqa: E731
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", set_timer)
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: found.append(None))
+def test_progress_sets_another_timer_in_training_alone_and_not_too_often(fit, monkeypatch):
+    timers, clock = [], [100.0]
+    later = lambda seconds, **how: timers.append(seconds)  # noqa: E731
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", later)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timers.append(None))
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(watchdog, "_next", 0.0)
-    return found, clock
-
-
-def test_progress_sets_another_timer_but_not_too_often(timers):
-    found, clock = timers
-    allowed = watchdog.STALL_S + AGAIN_S
-    watchdog.start()
     watchdog.progress()
-    assert found == [allowed]
+    assert timers == []
+    fit("--train.sample-tokens 0")
+    allowed = watchdog.STALL_S + AGAIN_S
+    assert timers == [allowed, None]
+    clock[0] += AGAIN_S
+    watchdog.progress()
+    assert timers == [allowed, None]
+    watchdog.start()
     clock[0] += AGAIN_S
     watchdog.progress()
     watchdog.close()
-    assert found == [allowed, allowed, None]
-
-
-def test_outside_of_training_nothing_stalls(timers, fit):
-    found, _ = timers
-    watchdog.progress()
-    assert found == []
-    fit("--train.sample-tokens 0")
-    assert {*found[:-1]} == {watchdog.STALL_S + AGAIN_S}
-    watchdog.progress()
-    assert found[-1] is None
+    assert timers[2:] == [allowed, allowed, None]
