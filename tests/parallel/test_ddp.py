@@ -21,6 +21,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.config.config import ParallelConfig
 from fastgpt.errors import UserError
 from fastgpt.logs.metrics import read_records
+from fastgpt.parallel import distributed
 from fastgpt.parallel.parallelize import replicate
 from fastgpt.train import trainer
 from tests.processes import ROOT, Job, finish, read_until, torchrun
@@ -59,6 +60,7 @@ def test_two_ranks_give_what_one_gives_and_sync_once_a_step(ranks, fit, tiny, tm
 
 
 def exchange_gradients(dtype):
+    distributed.start("cpu")
     with warnings.catch_warnings(action="error"):
         replica = replicate(linear := nn.Linear(64, 64), ParallelConfig(dtype=dtype))
     replica(torch.randn(4, 64)).square().sum().backward()

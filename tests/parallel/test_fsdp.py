@@ -14,7 +14,7 @@ from fastgpt.checkpoint import checkpoint
 from fastgpt.cli import configure
 from fastgpt.data.loader import Loader
 from fastgpt.faults.failure import peer_monitor
-from fastgpt.parallel import parallelize
+from fastgpt.parallel import distributed, parallelize
 from fastgpt.parallel.fsdp import gathered
 from fastgpt.train.trainer import Trainer
 from tests.processes import Ranks
@@ -90,6 +90,7 @@ def test_weights_gathered_in_bf16_lose_little(ranks, tiny, tmp_path):
 
 
 def gather_and_change():
+    distributed.start("cpu")
     weight = distribute_tensor(torch.ones(3), init_device_mesh("cpu", (2,)))
     step = torch.tensor(1.0)
     kept = [gathered(x, weight) for x in (weight, step)]
