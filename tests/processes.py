@@ -1,5 +1,6 @@
 """Helpers for other processes: commands, forks that have imported the trainer, ranks, torchrun."""
 
+import ctypes
 import io
 import os
 import re
@@ -13,11 +14,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 
@@ -185,8 +187,12 @@ class Ranks:
             self.links.append(ours)
             self.forks.append(fork)
 
-    def stop(self) -> None:
-        """Ends the ranks; the next call starts others."""
+    def stop(self, seconds: float = 0) -> None:
+        """Ends the ranks, in so many seconds by themselves; the next call starts others."""
+        for link in self.links:
+            link.close()
+        for fork in self.forks:
+            fork.join(seconds)
         for fork in self.forks:
             fork.kill()
             fork.join()
@@ -196,28 +202,39 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.stop(5)
 
 
 def _serve(link: Connection, environment: dict[str, str]) -> None:
     """Calls what comes through the link, until its other end closes."""
+    from fastgpt.faults.failure import abort_all_ranks
+
+    os.environ.update(environment)
+    _cheapen()
+    with abort_all_ranks():  # in the end they leave the group together
+        while True:
+            try:
+                function, args = link.recv()
+            except EOFError:
+                break
+            error, result, begun = None, None, time.process_time()
+            try:
+                result = function(*args)
+            except BaseException:
+                error = traceback.format_exc()
+            link.send((error, result, time.process_time() - begun))
+
+
+def _cheapen() -> None:
+    """Leaves out what takes longer than a tiny run, as the fixture `tiny` does."""
+    import torch
+
     from fastgpt.device import device
     from fastgpt.logs import metrics
 
-    os.environ.update(environment)
-    metrics.plot_losses = lambda records, path, title: path.touch()  # as the fixture `tiny`
+    torch.set_num_threads(1)
+    metrics.plot_losses = lambda records, path, title: path.touch()
     device.measured_peak = lambda *_: 1e11
-    while True:
-        try:
-            function, args = link.recv()
-        except EOFError:
-            return
-        error, result, begun = None, None, time.process_time()
-        try:
-            result = function(*args)
-        except BaseException:
-            error = traceback.format_exc()
-        link.send((error, result, time.process_time() - begun))
 
 
 def train_in_turn(argvs: list[list[str]]) -> str:
@@ -271,3 +288,87 @@ def read_until(process: Any, pattern: str) -> None:
         if re.search(pattern, line):
             return
     raise AssertionError("".join(lines) + process.stderr.read())
+
+
+# --- torchrun's agent in a fork -------------------------------------------------------------------
+
+
+class Job:
+    """torchrun's agent and its ranks, which call a function, may be signalled, and may fail.
+
+    All are forks of a process that has imported the trainer: they begin in a second, where
+    `torchrun` takes 5 s of a core for each.
+    """
+
+    def __init__(
+        self, ranks: int, function: Callable[..., object], *args: object, **environment: str
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._ended, its = FORKS.Pipe(duplex=False)
+        how = (its, ranks, function, args)
+        changed = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        self._agent = FORKS.Process(
+            target=_call, args=(self._folder.name, ROOT, changed, _launch, how)
+        )
+        self._agent.start()
+        its.close()
+        self.pid = self._agent.pid or 0
+
+    def said(self, name: str = "out") -> str:
+        """Returns what all processes have written so far; `name` is `out` or `err`."""
+        path = Path(self._folder.name, name)
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, pattern: str, timeout: float = 60) -> None:
+        """Waits until a line of the output matches."""
+        until = time.monotonic() + timeout
+        while not re.search(pattern, self.said(), re.MULTILINE):
+            assert time.monotonic() < until, self.said() + self.said("err")
+            time.sleep(0.02)
+
+    def ranks(self) -> list[int]:
+        """Lists the process ids of the ranks, in their order."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        return [*map(int, children.split())]
+
+    def end(self, timeout: float = 60) -> tuple[int | None, str, str]:
+        """Waits until all processes have ended; returns the agent's status and both outputs."""
+        assert self._ended.poll(timeout), f"not all have ended: {self.said('err')}"
+        self._agent.join(timeout)
+        return self._agent.exitcode, self.said(), self.said("err")
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._agent.kill()  # which may not have its own group yet
+        self._agent.join()
+        self._folder.cleanup()
+
+
+def _launch(_alive: Connection, ranks: int, function: Callable, args: tuple) -> None:
+    """Starts the ranks; `_alive` closes when the last process has ended."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.setsid()
+    _cheapen()
+    # It asks for the GPUs, and a process that has asked for them has forks that cannot use them.
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="c10d", run_id="job",
+            rdzv_endpoint="127.0.0.1:0", start_method="fork", max_restarts=0,
+        )  # fmt: skip
+    elastic_launch(config, _rank)(os.getpid(), function, args)
+
+
+def _rank(agent: int, function: Callable[..., object], args: tuple) -> None:
+    """Calls a function; torchrun's own ranks get no signal when it ends, nor wait for it then."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+    function(*args)
+    if os.getppid() != agent:
+        os._exit(0)
+
+
+PR_SET_PDEATHSIG = 1

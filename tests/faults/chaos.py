@@ -10,17 +10,16 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.figure  # noqa: F401 - so that not each fork imports it
 import torch
@@ -33,9 +32,10 @@ from fastgpt.data.corpus import MANIFEST, open_shards
 from fastgpt.logs.metrics import read_records
 from fastgpt.train import trainer  # noqa: F401 - as above
 from tests.data.sets import texts, write_documents
-from tests.processes import ROOT
+from tests.processes import ROOT, free_port
 from tests.runs import outcome
 
+FORKS = get_context("fork")
 RECORD = ROOT / "docs" / "chaos.json"
 PATIENCE_S = 60.0
 """Seconds after which a process that should end by itself hangs."""
@@ -50,38 +50,26 @@ class Fault(Exception):  # noqa: N818
     """Something was lost, or looked whole and was not, or hung, or stayed behind."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Something that is killed until it is done, in the current folder."""
-
-    start: Callable[[], None]
-    result: Callable[[], Any]
-    check: Callable[[], int]
-    """Looks at what is there after a kill; returns the steps that have to be taken again."""
-    how: signal.Signals = signal.SIGKILL
-    one_rank: bool = False
-    """Kills a rank of the job, which must end by itself then, and not the whole job."""
+# --- works ----------------------------------------------------------------------------------------
 
 
-def train(flags: str) -> None:
-    sys.argv = ["train.py", *TINY.split(), *flags.split()]
-    cli.main()
+def train(flags: str, **environment: object) -> None:
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    cli.main([*TINY.split(), *flags.split()])
 
 
 def train_on_two_ranks(flags: str) -> None:
     """Starts both ranks, and sends SIGTERM to the other one when one fails, as torchrun does."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
     ranks = []
     for rank in range(2):
-        own = shared | {"MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
-        os.environ.update({name: str(value) for name, value in own.items()})
-        ranks.append(forked(partial(train, flags), session=False))
+        own = shared | {"LOCAL_WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(FORKS.Process(target=train, args=(flags,), kwargs=own))
+        ranks[-1].start()
     first, status = os.wait()
-    ranks.remove(first)
     if status:
-        os.kill(*ranks, signal.SIGTERM)
+        [other] = (rank.pid for rank in ranks if rank.pid != first)
+        os.kill(other, signal.SIGTERM)
     sys.exit(bool(os.wait()[1] or status))
 
 
@@ -90,29 +78,19 @@ def tokenize() -> None:
     prepare.main(["documents.jsonl", *flags.split()])
 
 
-def steps_lost(most: int) -> int:
-    """Reads every checkpoint, and counts the steps that were logged after the last one."""
-    kept = [
-        checkpoint.load(path).step for path in checkpoint.steps_on_disk(Path("run/checkpoints"))
-    ]
-    metrics = Path("run/metrics.jsonl")
-    logged = [row["step"] for row in read_records(metrics)] if metrics.exists() else []
-    lost = max(0, max(logged, default=0) - max(kept, default=0))
-    if lost > most:
-        raise Fault(f"{lost} steps are lost: expected at most {most}")
-    return lost
+class Work(NamedTuple):
+    """Something that is killed until it is done, in the current folder."""
+
+    start: Callable[[], None]
+    most: int = 0
+    """Steps that a kill may lose."""
+    how: signal.Signals = signal.SIGKILL
+    one_rank: bool = False
+    """Kills a rank of the job, which must end by itself then, and not the whole job."""
 
 
-def training(flags: str, most: int, **options: Any) -> Work:
-    start = partial(train_on_two_ranks if "one_rank" in options else train, flags)
-    result = partial(outcome, Path("run"))
-    return Work(start=start, result=result, check=partial(steps_lost, most), **options)
-
-
-def what_is_prepared() -> int:
-    if Path("data", MANIFEST).exists():
-        open_shards(Path("data"), tokenizer="auto")
-    return 0
+def training(flags: str, most: int, **how: Any) -> Work:
+    return Work(partial(train_on_two_ranks if "one_rank" in how else train, flags), most, **how)
 
 
 # a checkpoint is written behind the next steps, so that two intervals can be lost
@@ -121,71 +99,56 @@ WORKS = {
     # not by Muon, of which a step takes 2 s at this width on CPUs without products in bf16
     "saving": training("--steps 24 --save-every 1 --model.dim 256 --optim.kind adamw", 2),
     "evaluating": training("--steps 8 --eval-every 1 --save-every 4 --data.val-fraction 0.5", 8),
-    "preparing": Work(
-        start=tokenize, check=what_is_prepared,
-        result=lambda: {x.name: x.read_bytes() for x in Path("data").rglob("*.bin")},
-    ),
+    "preparing": Work(tokenize),
     "two ranks": training("--steps 80 --save-every 20", 40, one_rank=True),
     "two ranks, saving parts": training(
         "--parallel.kind fsdp --steps 40 --save-every 2", 4, one_rank=True
     ),
     "stopping": training("--steps 160 --save-every 160", 0, how=signal.SIGTERM),
-}  # fmt: skip
+}
 
 
-# --- processes ------------------------------------------------------------------------------------
+def begin(folder: Path) -> None:
+    """Makes a folder with the inputs of all works the current one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    os.chdir(folder)
+    Path("log").touch()
+    Path("text.txt").write_text("the cat sat on the mat, and the dog sat on the log. " * 400)
+    write_documents(Path("documents.jsonl"), texts(20_000))
 
 
-def forked(start: Callable[[], None], *, session: bool = True) -> int:
-    """Calls a function in a process of its own, which writes into the file `log`.
-
-    Args:
-        session: begins a new session, of which the process is the leader.
-    """
-    if pid := os.fork():
-        return pid
-    status = 1
-    try:
-        if session:
-            os.setsid()
-            log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
-        start()
-        status = 0
-    except SystemExit as error:
-        status = int(bool(error.code))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def result() -> object:
+    """Returns what a work that is done has made."""
+    if Path("data").exists():
+        return {path.name: path.read_bytes() for path in Path("data").rglob("*.bin")}
+    return outcome(Path("run"))
 
 
-def ended(pid: int, seconds: float) -> int | None:
-    """Waits for a process: its exit status, negative after a signal; None if it still runs."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    return None
+def steps_lost(most: int) -> int:
+    """Reads all that looks whole, and counts the steps that were logged after the last one kept."""
+    if Path("data", MANIFEST).exists():
+        open_shards(Path("data"), tokenizer="auto")
+    saved = checkpoint.steps_on_disk(Path("run/checkpoints"))
+    last, metrics = max((checkpoint.load(path).step for path in saved), default=0), []
+    if Path("run/metrics.jsonl").exists():
+        metrics = read_records(Path("run/metrics.jsonl"))
+    lost = max(0, max((record["step"] for record in metrics), default=0) - last)
+    if lost > most:
+        raise Fault(f"{lost} steps are lost: expected at most {most}")
+    return lost
 
 
-def others(leader: int) -> list[int]:
-    """Lists the living processes of a session but its leader."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(session) == leader and state != "Z":
-            found.append(int(path.parent.name))
-    return sorted({*found} - {leader})
+# --- kills ----------------------------------------------------------------------------------------
+
+
+def in_session(start: Callable[[], None]) -> None:
+    """Calls a function as the leader of a new session, which writes into the file `log`."""
+    os.setsid()
+    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    start()
 
 
 def killed(work: Work, after: float, draw: random.Random) -> float | None:
@@ -197,35 +160,25 @@ def killed(work: Work, after: float, draw: random.Random) -> float | None:
     Raises:
         Fault: it fails by itself, hangs, or leaves processes behind.
     """
-    pid = forked(work.start)
-    code, began, allowed = ended(pid, after), time.monotonic(), (0,)
-    if code is None:
-        targets = others(pid) if work.one_rank else [pid]
+    process = FORKS.Process(target=in_session, args=(work.start,))
+    process.start()
+    process.join(after)
+    pid, began, allowed = process.pid, time.monotonic(), (0,)
+    if process.exitcode is None:
+        ranks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        targets = [*map(int, ranks)] if work.one_rank else [pid]
         allowed = (1, 0) if work.one_rank else (-work.how, 0)
         for target in draw.sample(targets, min(1, len(targets))):  # its ranks may not be there yet
             os.kill(target, work.how)
-        code = ended(pid, PATIENCE_S)
-    while (left := others(pid)) and time.monotonic() < began + PATIENCE_S:
-        time.sleep(0.002)
-    for process in [*left, *[pid] * (code is None)]:
-        os.kill(process, signal.SIGKILL)
+    left = not wait([process.sentinel], PATIENCE_S)  # its forks have the other end as well
+    if left:
+        os.killpg(pid, signal.SIGKILL)
+    process.join()
+    said, code = Path("log").read_text(), process.exitcode
     if left or code not in allowed:
-        said = Path("log").read_text()[-2000:]
-        raise Fault(f"exit status {code}, {len(left)} processes are left: {said}")
-    stopped = code == 0 and work.how == signal.SIGTERM and "to resume" in Path("log").read_text()
+        raise Fault(f"exit status {code}, processes were left: {left}: {said[-2000:]}")
+    stopped = code == 0 and work.how == signal.SIGTERM and "to resume" in said
     return time.monotonic() - began if code or stopped else None
-
-
-# --- the record -----------------------------------------------------------------------------------
-
-
-def begin(folder: Path) -> None:
-    """Makes a folder with the inputs of all works the current one."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    os.chdir(folder)
-    Path("text.txt").write_text("the cat sat on the mat, and the dog sat on the log. " * 400)
-    write_documents(Path("documents.jsonl"), texts(20_000))
 
 
 def run_work(work: Work, tries: int, folder: Path, draw: random.Random) -> dict[str, Any]:
@@ -233,7 +186,7 @@ def run_work(work: Work, tries: int, folder: Path, draw: random.Random) -> dict[
     begin(folder)
     start = time.monotonic()
     killed(work, PATIENCE_S, draw)
-    duration, expected = time.monotonic() - start, work.result()
+    duration, expected = time.monotonic() - start, result()
     begin(folder)
     seconds, lost, faults, done = [], [], [], False
     while not done:
@@ -242,9 +195,9 @@ def run_work(work: Work, tries: int, folder: Path, draw: random.Random) -> dict[
             took = killed(work, PATIENCE_S if enough else draw.uniform(0, duration), draw)
             if took is not None:
                 seconds.append(took)
-                lost.append(work.check())
+                lost.append(steps_lost(work.most))
                 continue
-            if work.result() != expected:
+            if result() != expected:
                 raise Fault("the result is not that of the work without a kill")
         except Exception as error:
             faults.append(f"{type(error).__name__}: {error}")
@@ -265,34 +218,25 @@ def table(record: dict[str, Any]) -> str:
         ("---", "---", "--:", "--:", "--:", "--:"),
     ]
     for name, found in record.items():
-        lost, seconds = found["lost"], found["seconds"]
+        lost, seconds, tries = found["lost"], found["seconds"], found["tries"]
         steps = f"{statistics.median(lost):.0f}, {max(lost)}" if any(lost) else "0"
         took = f"{statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s"
         how = found["how"] + " of one rank" * found["one_rank"]
-        whole = found["tries"] - len(found["faults"])
-        rows.append((name, how, f"{found['tries']}", f"{whole}", steps, took))
+        rows.append((name, how, f"{tries}", f"{tries - len(found['faults'])}", steps, took))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def main(
-    tries: int = 500, seed: int = 0, only: tuple[str, ...] = tuple(WORKS), out: Path = RECORD
-) -> int:
-    """Kills works, of which `only` names some, at random moments; writes and prints a table."""
-    if unknown := [name for name in only if name not in WORKS]:
-        sys.exit(f"error: --only has {unknown[0]!r}: expected some of {', '.join(WORKS)}")
-    if len(only) < len(WORKS) and out == RECORD:
-        sys.exit("error: --only needs --out: expected another file than that of the whole record")
-    if tries < len(only):
-        sys.exit(f"error: --tries is {tries}: expected {len(only)} or more, one of each kind")
+def main(tries: int = 500, seed: int = 0, out: Path = RECORD) -> int:
+    """Kills works at random moments; writes and prints a table."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     record = {}
     with tempfile.TemporaryDirectory() as place:
         os.environ["FASTGPT_CACHE"] = f"{place}/cache"
-        for number, name in enumerate(only):
-            share = (tries + number) // len(only)  # they sum to the tries
-            folder = Path(place, "work")
-            record[name] = run_work(WORKS[name], share, folder, random.Random(f"{seed} {name}"))
+        for number, (name, work) in enumerate(WORKS.items()):
+            share = (tries + number) // len(WORKS)  # they sum to the tries
+            draw = random.Random(f"{seed} {name}")
+            record[name] = run_work(work, share, Path(place, "work"), draw)
         os.chdir(ROOT)
     lines = (f"{json.dumps(name)}: {json.dumps(work)}" for name, work in record.items())
     out.write_text("{\n" + ",\n".join(lines) + "\n}\n")

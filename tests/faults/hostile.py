@@ -6,14 +6,17 @@ another program's shards, tokenizers or a chat template, and loads and uses it. 
 the file or a new one was computed, as an attacker can.
 """
 
+import copy
 import faulthandler
 import hashlib
 import io
 import json
 import os
 import random
+import re
 import resource
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -21,10 +24,9 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import tyro
@@ -42,7 +44,6 @@ from fastgpt.sampling.templating import CHATML
 from fastgpt.train import init_from
 from tests.convert.models import OURS, SUFFIX, converted, foreign, saved_run
 from tests.data.sets import prepared, texts, tokenizer_of, write_shard
-from tests.faults.mutations import MEANT, change_bytes
 from tests.processes import ROOT
 from tests.runs import octets
 
@@ -51,12 +52,10 @@ CPU_S, SPACE = 2.0, 2**29
 """CPU seconds that a case may take, and bytes of address space that it may add."""
 
 
-class TooSlow(BaseException):
-    """A case took more than `CPU_S`; no `except Exception` may hide that."""
+# --- what is loaded -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """Files that are changed, how they are loaded, and which one has checksums of others."""
 
     root: Path
@@ -64,16 +63,10 @@ class Target:
     record: str = ""
 
 
-# --- what is loaded -------------------------------------------------------------------------------
-
-
 def load_model(path: Path) -> object:
     source = open_model(path)
-    model, tokenizer, template = (
-        source.build_gpt(),
-        source.tokenizer,
-        template_of(source.hf_files),
-    )
+    model, tokenizer = source.build_gpt(), source.tokenizer
+    template = template_of(source.hf_files)
     state = [(name, x.shape, octets(x)) for name, x in model.state_dict().items()]
     texts = None if template is None else [*template.pieces(TALK)]
     return model.config, state, texts, None if tokenizer is None else tokenizer.to_json()
@@ -113,7 +106,11 @@ def targets(folder: Path) -> dict[str, Target]:
     for name in ("nanogpt", "llmc", "shards", "tokenizers", "template"):
         (folder / name).mkdir()
     runs, found = {}, {}
-    for name, options in (("gpt2", {}), ("llama", OURS["llama"]), ("erf", ERF)):
+    for name, options in (
+        ("gpt2", {}),
+        ("llama", OURS["llama"]),
+        ("erf", {"activation": "gelu_erf"}),
+    ):
         tokenizer = IdTokenizer(256) if name == "erf" else ByteTokenizer()
         runs[name] = saved_run(folder / name, tokenizer, dim=16, vocab_size=256, **options)
         record = "checkpoints/step_00000000/checkpoint.json"
@@ -139,15 +136,148 @@ def targets(folder: Path) -> dict[str, Target]:
     return found | {"shards": Target(folder / "shards", partial(load_data, folder / "shards"))}
 
 
-ERF = {"activation": "gelu_erf"}
-
-
 def _add_state(path: Path) -> None:
     """Gives a checkpoint without a state one that looks like a trained model's."""
     record, state = path / "checkpoint.json", path / "state.pt"
     old, moments = state.read_bytes(), [{"exp_avg": torch.ones(9), "step": 3} for _ in range(3)]
     torch.save({"optimizers": [{"state": moments, "lr": 0.1}], "loader": {"index": [3]}}, state)
     record.write_bytes(resealed(record.read_bytes(), old, state.read_bytes()))
+
+
+# --- changes --------------------------------------------------------------------------------------
+
+
+class Evil:
+    """An object whose pickle ends the process, as it could do anything else, when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, ("it ran",)
+
+    def __deepcopy__(self, _: object) -> "Evil":
+        return self
+
+
+def values() -> tuple[Any, ...]:
+    """Returns values that a file should not have, new ones each time as they may be changed."""
+    return (
+        None, True, False, 0, -1, 1, 7, 2**31, 2**40, 2**63, -(2**63), 10**30, 0.5, -1e300, "", "x",
+        float("nan"), float("inf"), "../../x", "/etc/passwd", "\ud800", "\0", [], {}, [[]],
+        [1, "a"], {"a": {"b": []}}, 3 * [2**20], "a" * 10_000, list(range(5000)),
+    )  # fmt: skip
+
+
+INTS = (0, 1, -1, 2, 3, 255, 2**16, 2**24, 2**31 - 1, -(2**31))
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """Lists every (container, key or index) of a tree of dictionaries and lists."""
+    found, rest = [], [tree]
+    while rest:
+        node = rest.pop()
+        keys = list(node) if isinstance(node, dict) else range(min(len(node), 20))
+        found += [(node, key) for key in keys]
+        rest += [node[key] for key in keys if isinstance(node[key], (dict, list))]
+    return found
+
+
+def change_tree(tree: Any, draw: random.Random, *odd: Any) -> Any:
+    """Changes up to three values of a tree, or replaces all of it."""
+    if draw.random() < 0.03 or not isinstance(tree, (dict, list)):
+        return draw.choice(values() + odd)
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        if not (known := places(tree)):
+            break
+        node, key = draw.choice(known)
+        other, key_there = draw.choice(known)
+        action = draw.choice(("value", "value", "value", "swap", "remove", "double"))
+        if action == "value":
+            node[key] = draw.choice(values() + odd)
+        elif action == "swap":
+            node[key] = copy.deepcopy(other[key_there])
+        elif action == "remove":
+            del node[key]
+        elif isinstance(node, dict):
+            node[f"{key}2"] = node[key]
+        else:
+            node.append(node[key])
+    return tree
+
+
+def change_bytes(data: bytes, draw: random.Random) -> bytes:
+    """Flips, cuts, extends, doubles, swaps or overwrites bytes, often near the beginning."""
+    reach = draw.choice((16, 512, len(data)))
+    a, b, c = sorted(draw.randrange(min(reach, len(data)) + 1) for _ in range(3))
+    some = draw.randbytes(draw.choice((1, 2, 4, 8, 64)))
+    flipped = bytes([(data[a : a + 1] or b"\0")[0] ^ 1 << draw.randrange(8)])
+    forms = (
+        data[:a] + flipped + data[a + 1 :], data[:a] + some + data[a + len(some) :], data[:a],
+        data[a:], data + some, data[:b] + data[a:], data[:a] + bytes(b - a) + data[b:], b"",
+        data[:a] + data[b:c] + data[a:b] + data[c:], some,
+    )  # fmt: skip
+    return draw.choice(forms)
+
+
+def change_json(data: bytes, draw: random.Random) -> bytes:
+    """Changes values of a JSON text, or nests it deeply."""
+    depth = draw.choice((0,) * 30 + (2000, 200_000))
+    if depth:
+        return b'{"a":' * depth + data + b"}" * depth
+    tree = json.loads(data)
+    return json.dumps(change_tree(tree, draw) if draw.random() < 0.8 else tree).encode()
+
+
+def change_template(data: bytes, draw: random.Random) -> bytes:
+    """Inserts a piece into a chat template: an error, or what the sandbox refuses."""
+    at, piece = draw.randrange(len(data) + 1), draw.choice(PIECES).encode()
+    return data[:at] + piece + data[at:]
+
+
+PIECES = (
+    "{% if 1 %}", "{% for a in range(99999999) %}{% endfor %}", "{{ raise_exception('no\\nno') }}",
+    "{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", "{{ messages.__class__.__mro__ }}",
+    "{% include 'x' %}", "{{ messages | tojson }}", "{{ 0 / 0 }}", "\0",
+)  # fmt: skip
+
+
+def change_safetensors(data: bytes, draw: random.Random) -> bytes:
+    """Changes the length of the header, or values in it: dtypes, shapes and offsets."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    if draw.random() < 0.2:
+        length = draw.choice((0, 1, 7, end, len(data), 2**31, 2**63, 2**64 - 1))
+        return struct.pack("<Q", length) + data[8:]
+    header = change_json(data[8:end], draw)
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header + data[end:]
+
+
+def change_header(data: bytes, draw: random.Random) -> bytes:
+    """Changes a number of the header of a shard or of a model of llm.c."""
+    at = 4 * draw.randrange(9)
+    return data[:at] + struct.pack("<i", draw.choice(INTS)) + data[at + 4 :]
+
+
+def change_saved(data: bytes, draw: random.Random) -> bytes:
+    """Changes values of what torch.save wrote."""
+    tree = torch.load(io.BytesIO(data), weights_only=True)
+    odd = (Evil(), torch.zeros(3), torch.zeros(0, dtype=torch.int64), {1: 2})
+    tree, file = change_tree(tree, draw, *4 * odd), io.BytesIO()
+    torch.save(tree, file)
+    return file.getvalue()
+
+
+MEANT: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    ".json": change_json, ".safetensors": change_safetensors, ".bin": change_header,
+    ".pt": change_saved, ".jinja": change_template,
+}  # fmt: skip
+"""Suffix of a file -> how its content is changed."""
+
+
+class TooSlow(BaseException):
+    """A case took more than `CPU_S`; no `except Exception` may hide that."""
+
+
+def too_slow(*_: object) -> None:
+    raise TooSlow
 
 
 # --- cases ----------------------------------------------------------------------------------------
@@ -180,40 +310,29 @@ def resealed(record: bytes, old: bytes, new: bytes) -> bytes:
     return record.replace(before, after)
 
 
-def outcome(load: Callable[[], object], expected: str, covered: bool) -> str:
-    """Loads files: `refused`, `equal`, `other content`, or what is wrong."""
-    signal.signal(signal.SIGPROF, _too_slow)
+def outcome(load: Callable[[], object], expected: str, covered: bool) -> tuple[str, float]:
+    """Loads files: `refused`, `equal`, `other content`, or what is wrong; and its CPU seconds."""
+    signal.signal(signal.SIGPROF, too_slow)
     faulthandler.dump_traceback_later(60 * CPU_S, exit=True)  # a loop that Python cannot stop
     began = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     try:
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             said = "equal" if repr(load()) == expected else "other content"
+        if covered and said == "other content":
+            said = "FAULT: not noticed"
     except UserError as error:
         clean = len(str(error).splitlines()) == 1 and len(str(error)) <= LONGEST
-        said = "refused" if clean else f"FAULT: no line: {error!r}"
-        said = f"FAULT: memory: {error!r}" if _out_of_memory(error) else said
+        said, trace = "refused", traceback.format_exc()
+        if not clean or re.search("MemoryError|allocate memory", trace):
+            said = f"FAULT: no line, or memory: {trace[-3000:]}"
     except BaseException:
         said = f"FAULT: {traceback.format_exc()[-3000:]}"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         faulthandler.cancel_dump_traceback_later()
-    if (took := time.process_time() - began) > CPU_S and not said.startswith("FAULT"):
-        return f"FAULT: TooSlow: {took:.1f} s"
-    return "FAULT: not noticed" if covered and said == "other content" else said
-
-
-def _too_slow(*_: object) -> None:
-    raise TooSlow
-
-
-def _out_of_memory(error: BaseException | None) -> bool:
-    """Returns True if `error`, or a cause of it, says that `SPACE` was not enough."""
-    while error is not None and not isinstance(error, MemoryError):
-        if "allocate memory" in str(error):
-            break
-        error = error.__cause__
-    return error is not None
+    took = time.process_time() - began
+    return (f"FAULT: TooSlow: {took:.1f} s" if took > CPU_S else said), took
 
 
 def run_cases(folder: Path, cases: int, seed: int) -> dict[str, Any]:
@@ -232,9 +351,8 @@ def run_cases(folder: Path, cases: int, seed: int) -> dict[str, Any]:
         draw = random.Random(f"{seed} {number}")
         name = draw.choice(list(known))
         path, how, covered = damage(known[name], whole[name], draw)
-        began = time.process_time()
-        said = outcome(known[name].load, expected[name], covered)
-        slowest = max(slowest, time.process_time() - began)
+        said, took = outcome(known[name].load, expected[name], covered)
+        slowest = max(slowest, took)
         if said.startswith("FAULT"):
             print(f"case {number}: {name}, {path}, {how}: {said}", flush=True)
         counts[name, path.name, said.split(":")[0]] += 1

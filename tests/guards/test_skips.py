@@ -1,17 +1,19 @@
 """Optimizer steps whose loss or gradients are not finite are left out, as if they never were."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
 from fastgpt.cli import configure
-from fastgpt.config.config import TrainConfig
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
 from fastgpt.train.build import build
 from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import train
-from tests.runs import finish, series, torchrun
+from tests.processes import train_in_turn
+from tests.runs import series
 
 FLAGS = "--train.skip-nonfinite 2 --eval-every 0"
 
@@ -22,8 +24,7 @@ def poison(run, at, value):
     run.forward = lambda x, y: forward(x, y) * (value if run.step + 1 in at else 1.0)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize(("kind", "value"), [("adamw", torch.nan), ("muon", torch.inf)])
 def test_a_skipped_step_changes_nothing_bit_for_bit(tiny, kind, value):
     skipping, without = (
         build(resolve(configure(tiny(FLAGS, f"--optim.kind {kind}")))) for _ in range(2)
@@ -37,69 +38,50 @@ def test_a_skipped_step_changes_nothing_bit_for_bit(tiny, kind, value):
         else:
             train(without, step)
             assert skipping.finite_loss() == without.finite_loss()
-        trees = [[e.model.state_dict()] for e in (skipping, without)]
+        trees = [[run.model.state_dict()] for run in (skipping, without)]
         if step > 1:  # before, the one without has no moments, and the other zeros
             for tree, run in zip(trees, (skipping, without)):
                 tree.append(run.snapshot()[1]["optimizers"])
         for ours, wanted in zip(*map(tree_leaves, trees), strict=True):
             if isinstance(ours, torch.Tensor):
-                ours, wanted = (
-                    x.contiguous().view(torch.uint8) for x in (ours[None], wanted[None])
-                )
+                ours, wanted = (x[None].contiguous().view(torch.uint8) for x in (ours, wanted))
                 assert torch.equal(ours, wanted)
     assert skipping.finite.skipped == 2
     for run in (skipping, without):
         run.loader.close()
 
 
-ONE_RANK_IS_WRONG = """
-import os, torch
-import train
-from fastgpt.model.gpt import GPT
-from tests.guards.test_skips import wrong_at_step_3
+def train_with_nan(argv, wrong):
+    """Trains; on the rank `wrong`, or without ranks, the loss of step 3 is NaN."""
+    steps, forward = [], GPT.forward
+    here = not torch.distributed.is_initialized() or torch.distributed.get_rank() == wrong
 
-GPT.forward = wrong_at_step_3(GPT.forward, int(os.environ["RANK"]) == 1)
-train.main()
-"""
-
-
-def wrong_at_step_3(forward, wrong):
-    """Returns the forward of a model whose loss at its third training step is NaN."""
-    steps = []
-
-    def forwards(self, *args, **kwargs):
+    def forward_to_nan(self, *args, **kwargs):
         loss = forward(self, *args, **kwargs)
-        if self.training and torch.is_grad_enabled():
-            steps.append(1)
-        return loss * torch.nan if wrong and self.training and len(steps) == 3 else loss
+        steps.extend([1] * (self.training and torch.is_grad_enabled()))
+        return loss * torch.nan if here and self.training and len(steps) == 3 else loss
 
-    return forwards
+    with mock.patch.object(GPT, "forward", forward_to_nan):
+        train_in_turn([argv])
 
 
 @pytest.mark.cpu  # counts forwards, of which CUDA tries some before
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param("--optim.kind muon", marks=pytest.mark.slow),
-        "--optim.kind adamw --parallel.kind fsdp",
-    ],
-)
-def test_ranks_skip_the_step_together(flags, fit, tiny, tmp_path, monkeypatch):
-    (tmp_path / "wrong.py").write_text(ONE_RANK_IS_WRONG)
-    optimizer = " ".join(flags.split()[:2])
-    finish(torchrun(2, str(tmp_path / "wrong.py"), *tiny(FLAGS, flags), forks=True))
-    monkeypatch.setattr(GPT, "forward", wrong_at_step_3(GPT.forward, True))
-    one = fit(FLAGS, optimizer, f"--run-dir {tmp_path / 'one'}")
-    for run in (one, tmp_path / "run"):
+@pytest.mark.parametrize(("optimizer", "kind"), [("muon", "ddp"), ("adamw", "fsdp")])
+def test_ranks_skip_the_step_together(optimizer, kind, ranks, tiny, tmp_path):
+    flags = tiny(FLAGS, f"--optim.kind {optimizer}")
+    one, two = tmp_path / "one", tmp_path / "run"
+    ranks(train_with_nan, [*flags, "--parallel.kind", kind], 1)
+    train_with_nan([*flags, "--run-dir", str(one)], 0)
+    for run in (one, two):
         assert series(run, "skipped_steps") == {step: int(step == 3) for step in range(1, 9)}
     for key in ("train_loss", "val_loss"):
-        ours, wanted = (series(run, key) for run in (tmp_path / "run", one))
+        ours, wanted = (series(run, key) for run in (two, one))
         if key == "train_loss":
             assert ours.pop(3) is wanted.pop(3) is None
         assert ours == pytest.approx(wanted, rel=2e-5)
 
 
-def test_after_as_many_in_a_row_the_run_stops_and_names_the_first(tiny, capfd):
+def test_after_as_many_in_a_row_the_run_stops_and_names_the_first(tiny):
     run = build(resolve(configure(tiny(FLAGS))))
     poison(run, (2, 4, 5), torch.nan)
     for _ in range(4):
@@ -113,6 +95,7 @@ def test_after_as_many_in_a_row_the_run_stops_and_names_the_first(tiny, capfd):
     run.loader.close()
 
 
-def test_fp16_skips_by_itself():
-    with pytest.raises(UserError, match=r"--train.skip-nonfinite is 2: expected 0 with .* fp16"):
-        TrainConfig(skip_nonfinite=2, precision="fp16")
+@pytest.mark.parametrize("given", ["skip-nonfinite 2", "spike-z 8"])
+def test_fp16_has_skips_of_its_own(tiny, given):
+    with pytest.raises(UserError, match=rf"--train\.{given.replace(' ', ' is ')}.*: expected 0 "):
+        configure(tiny(f"--train.precision fp16 --train.{given}"))

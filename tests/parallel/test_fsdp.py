@@ -1,34 +1,35 @@
-"""Weights shared out among ranks by FSDP2: losses, weights and checkpoints of one process."""
+"""Weights shared out among ranks by FSDP2, whose layers TP cuts: checkpoints, signals, dropout."""
 
-import os
 import signal
-from pathlib import Path
+from contextlib import redirect_stdout
+from io import StringIO
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from fastgpt.checkpoint import checkpoint
+from fastgpt.cli import configure
+from fastgpt.data.loader import Loader
+from fastgpt.faults.failure import peer_monitor
+from fastgpt.parallel import distributed, parallelize
 from fastgpt.parallel.fsdp import gathered
-from tests.runs import ROOT, finish, read_until, series, torchrun, torchrun_in_turn
+from fastgpt.train.trainer import Trainer
+from tests.processes import Ranks
+from tests.runs import series
 
-TRAIN = str(ROOT / "train.py")
-
-
-# of which the second rank's part of the vocabulary is padding only
+FSDP, TP = "--parallel.kind fsdp", "--parallel.kind fsdp --parallel.tp 2"
+# the second rank's part of the vocabulary is padding only
 PACKED = (
-    " --model.num-heads 4 --model.num-kv-heads 2 --model.activation swiglu --model.qk-norm weighted"
+    "--model.num-heads 4 --model.num-kv-heads 2 --model.activation swiglu --model.qk-norm weighted"
     " --model.vocab-multiple 512 --train.z-loss 0.01 --model.softcap 15"
 )
 
 
-@pytest.mark.parametrize(
-    ("more", "ranks"),
-    [pytest.param("", 2, marks=pytest.mark.slow, id="plain"), pytest.param(PACKED, 4, id="packed")],
-)
-def test_a_run_goes_on_with_another_kind(more, ranks, fit, tiny, tmp_path):
+@pytest.mark.parametrize(("more", "size"), [("", 2), (PACKED, 4)])
+def test_a_run_goes_on_with_another_kind(more, size, fit, tiny, tmp_path):
     """Steps 1 to 4 on one rank, 5 and 6 on several with other kinds, 7 and 8 on one again.
 
     The checkpoint of step 4 is damaged in a file that the second rank verifies.
@@ -38,9 +39,9 @@ def test_a_run_goes_on_with_another_kind(more, ranks, fit, tiny, tmp_path):
     saved = fit(flags, "--steps 4 --save-every 3") / "checkpoints"
     with (saved / "step_00000004" / "state.pt").open("r+b") as file:
         file.write(b"damage")
-    kinds = "--steps 5 --parallel.kind fsdp", "--steps 6 --parallel.kind fsdp --parallel.tp 2"
-    runs = [tiny(flags, "--resume auto", kind) for kind in kinds]
-    out = finish(torchrun_in_turn(ranks, tmp_path / "jobs", runs))
+    kinds = f"--steps 5 {FSDP}", f"--steps 6 {TP}"
+    with Ranks(size) as several:
+        out = several.train(*(tiny(flags, "--resume auto", kind) for kind in kinds))
     assert out.count("is damaged: state.pt has sha256") == 1
     run = fit(flags, "--resume auto --parallel.tp 1")
     assert [path.name for path in checkpoint.steps_on_disk(saved)] == [
@@ -50,41 +51,84 @@ def test_a_run_goes_on_with_another_kind(more, ranks, fit, tiny, tmp_path):
         assert series(run, name) == pytest.approx(series(whole, name), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "kind", ["--parallel.kind fsdp", pytest.param("--parallel.cp 2", marks=pytest.mark.slow)]
-)
-def test_sigterm_to_one_rank_saves_where_ranks_meet_in_each_forward(kind, tiny, tmp_path):
-    flags = "--steps 3000 --eval-every 0 --log-every 5 --train.micro-batch 1"
-    process = torchrun(2, TRAIN, *tiny(flags, kind), forks=True)
-    read_until(process, r"^step +20/")
-    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(ranks[1]), signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert "Warning" not in err
+def train_until_sigterm(argv):
+    """Trains; rank 1 gets SIGTERM between the forwards of step 3."""
+    batches, take = [], Loader.next
+
+    def take_and_signal(self):
+        batches.append(1)
+        if len(batches) == 2 * self.accumulation + 2 and trainer.world.rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return take(self)
+
+    try:
+        with mock.patch.object(Loader, "next", take_and_signal), redirect_stdout(StringIO()) as out:
+            trainer = Trainer(configure(argv))
+            trainer.fit()
+    finally:
+        peer_monitor.stopping = False
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", [FSDP, "--parallel.cp 2"])
+def test_sigterm_to_one_rank_saves_where_ranks_meet_in_each_forward(kind, ranks, tiny, tmp_path):
+    flags = "--eval-every 0 --train.micro-batch 1"
+    main, _ = ranks(train_until_sigterm, tiny(flags, kind))
     [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
-    step = checkpoint.load(saved).step
-    assert f"stopped after step {step}, saved" in out
+    assert checkpoint.load(saved).step == 2
+    assert f"stopped after step 2, saved in {saved}" in main
 
 
-def test_weights_gathered_in_bf16_lose_little(tiny, tmp_path):
+def test_weights_gathered_in_bf16_lose_little(ranks, tiny, tmp_path):
     """Losses, relative: within 1 % of those with fp32 gathers, and not equal to them."""
-    flags = "--parallel.kind fsdp --optim.kind adamw --train.precision bf16 --parallel.dtype"
+    flags = f"{FSDP} --optim.kind adamw --train.precision bf16 --parallel.dtype"
     kinds = ("fp32", "bf16")
-    runs = [tiny(flags, kind, f"--run-dir {tmp_path / kind}") for kind in kinds]
-    finish(torchrun_in_turn(2, tmp_path / "jobs", runs))
+    ranks.train(*(tiny(flags, kind, f"--run-dir {tmp_path / kind}") for kind in kinds))
     losses = [series(tmp_path / kind, "val_loss") for kind in kinds]
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
     assert losses[0] != losses[1]
 
 
-def test_what_a_thread_writes_is_a_copy():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        weight = distribute_tensor(torch.ones(3), init_device_mesh("cpu", (1,)))
-        step = torch.tensor(1.0)
-        kept = [gathered(x, weight) for x in (weight, step)]
-        weight.mul_(2)
-        step.add_(1)
-    finally:
-        dist.destroy_process_group()
-    assert [x.tolist() for x in kept] == [[1.0] * 3, 1.0]
+def gather_and_change():
+    distributed.start("cpu")
+    weight = distribute_tensor(torch.ones(3), init_device_mesh("cpu", (2,)))
+    step = torch.tensor(1.0)
+    kept = [gathered(x, weight) for x in (weight, step)]
+    weight.mul_(2)
+    step.add_(1)
+    return [x if x is None else x.tolist() for x in kept]
+
+
+def test_what_a_thread_writes_is_a_copy(ranks):
+    assert ranks(gather_and_change)[0] == [[1.0] * 3, 1.0]
+
+
+def train_with_dropout(argv):
+    """Returns where this rank built the model, and (name, replicated, equal) of each weight."""
+    devices, build_model = [], parallelize.build_model
+
+    def build_and_tell(*args, **options):
+        model = build_model(*args, **options)
+        devices.append(model.wte.weight.device.type)
+        return model
+
+    with (
+        mock.patch.object(parallelize, "build_model", build_and_tell),
+        redirect_stdout(StringIO()),
+    ):
+        trainer = Trainer(configure(argv))
+        trainer.fit()
+    parts = []
+    for name, weight in trainer.run.model.named_parameters():
+        one, other = trainer.world.gather(weight.detach().to_local().reshape(1, -1))
+        parts.append((name, weight.placements[-1].is_replicate(), torch.equal(one, other)))
+    return devices, parts
+
+
+def test_ranks_draw_the_same_masks_for_what_they_share(ranks, tiny):
+    flags = f"{TP} --train.micro-batch 2 --model.dropout 0.2"
+    flags += " --model.dropout-places embedding residual feed_forward"
+    (main, parts), (other, _) = ranks(train_with_dropout, tiny(flags))
+    assert (main, other) == (["meta", "cpu"], ["meta"]), "whole on one rank"
+    assert {replicated for _, replicated, _ in parts} == {True, False}
+    assert [name for name, replicated, equal in parts if replicated is not equal] == []
