@@ -26,13 +26,16 @@ ROOT = Path(__file__).parents[1]
 # --- commands -------------------------------------------------------------------------------------
 
 
+def changed(environment: dict[str, str | None]) -> dict[str, str]:
+    return {k: v for k, v in (os.environ | environment).items() if v is not None}
+
+
 def ended(
     *command: object, cwd: Path = ROOT, timeout: float | None = 600, **environment: str | None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end, in seconds at most `timeout`; None unsets a variable."""
-    changed = {k: v for k, v in (os.environ | environment).items() if v is not None}
     return subprocess.run(
-        [*map(str, command)], cwd=cwd, env=changed, timeout=timeout,
+        [*map(str, command)], cwd=cwd, env=changed(environment), timeout=timeout,
         stdin=subprocess.DEVNULL, capture_output=True, text=True,
     )  # fmt: skip
 
@@ -61,43 +64,25 @@ TAKEN: list[float] = []
 
 
 def forked(
-    function: Callable[..., object],
-    *args: object,
-    ranks: int = 0,
-    cwd: Path = ROOT,
-    timeout: float = 600,
+    function: Callable[..., object], *args: object, cwd: Path = ROOT, timeout: float = 600,
     **environment: str | None,
-) -> subprocess.CompletedProcess[str]:
-    """Calls a function of a module in a fork; returns its exit status and what it printed.
-
-    Args:
-        ranks: if not 0, as many forks, each with the variables of a rank under torchrun; the
-            status is the first one that is not 0.
-        environment: None unsets a variable.
-    """
-    changed = {k: v for k, v in (os.environ | environment).items() if v is not None}
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Calls a function of a module in a fork; returns its exit status and what it printed."""
     with tempfile.TemporaryDirectory() as folder:
-        forks = [
-            FORKS.Process(target=_call, args=(folder, cwd, changed | own, function, args))
-            for own in (environments(ranks) if ranks else [{}])
-        ]
-        for fork in forks:
-            fork.start()
-        for fork in forks:
-            fork.join(timeout)
+        call = (folder, cwd, changed(environment), function, args)
+        fork = FORKS.Process(target=_call, args=call)
+        fork.start()
+        fork.join(timeout)
+        fork.kill()
         texts = [Path(folder, name).read_text() for name in ("out", "err")]
         TAKEN.extend(float(path.read_text()) for path in Path(folder).glob("seconds-*"))
-        late = [fork for fork in forks if fork.exitcode is None]
-        for fork in late:
-            fork.kill()
-        assert not late, f"{function} has not ended in {timeout} s: {texts}"
-        status = next((fork.exitcode for fork in forks if fork.exitcode), 0)
-        return subprocess.CompletedProcess([], status, *texts)
+        assert (fork.exitcode or 0) >= 0, f"{function}: {fork.exitcode}, {texts}"
+        return subprocess.CompletedProcess([], fork.exitcode or 0, *texts)
 
 
 def script(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
     """Runs a script or, after `-m`, a module with arguments; otherwise as `forked`."""
-    return forked(_run, [*map(str, arguments)], **how)
+    return forked(run_script, [*map(str, arguments)], **how)
 
 
 def _call(folder: str, cwd: Path, environment: dict[str, str], function: Any, args: Any) -> None:
@@ -115,7 +100,7 @@ def _call(folder: str, cwd: Path, environment: dict[str, str], function: Any, ar
         Path(folder, f"seconds-{os.getpid()}").write_text(str(sum(os.times()[:4])))
 
 
-def _run(arguments: list[str]) -> None:
+def run_script(arguments: list[str]) -> None:
     module = arguments[0] == "-m"
     sys.argv = arguments[module:]
     if module:
@@ -301,15 +286,13 @@ class Job:
     """
 
     def __init__(
-        self, ranks: int, function: Callable[..., object], *args: object, **environment: str
+        self, ranks: int, function: Callable[..., object], *args: object, **environment: str | None
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._ended, its = FORKS.Pipe(duplex=False)
         how = (its, ranks, function, args)
-        changed = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-        self._agent = FORKS.Process(
-            target=_call, args=(self._folder.name, ROOT, changed, _launch, how)
-        )
+        call = (self._folder.name, ROOT, changed({"OMP_NUM_THREADS": "1"} | environment), _launch)
+        self._agent = FORKS.Process(target=_call, args=(*call, how))
         self._agent.start()
         its.close()
         self.pid = self._agent.pid or 0

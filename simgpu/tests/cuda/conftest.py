@@ -13,7 +13,7 @@ import pytest
 
 from simgpu import environment
 from simgpu.__main__ import arguments
-from tests.processes import ended, script
+from tests.processes import Job, ended, run_script, script
 
 Run = Callable[..., str]
 
@@ -58,7 +58,12 @@ def simulated(tmp_path: Path) -> Run:
         else:
             start_forks()
             command = [*(["-m"] if asked.module else []), *asked.program]
-            done = script(*command, ranks=ranks, timeout=1200, **own)
+            if ranks:
+                with Job(ranks, run_script, command, **own) as job:
+                    ended_with, *said = job.end(1200)
+                assert ended_with == status, "".join(said)
+                return "".join(said)
+            done = script(*command, timeout=1200, **own)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 
