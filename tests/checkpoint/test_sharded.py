@@ -1,13 +1,18 @@
 """Checkpoints that several ranks read and write."""
 
+import errno
 import json
+import os
+from unittest import mock
 
 import pytest
 
-from fastgpt.checkpoint import checkpoint
+from fastgpt.checkpoint import checkpoint, tensors
+from fastgpt.cli import configure
 from fastgpt.errors import UserError
 from fastgpt.parallel.distributed import World
-from tests.runs import finish, outcome, series, torchrun, torchrun_in_turn
+from fastgpt.train.trainer import Trainer
+from tests.runs import outcome, series
 
 
 @pytest.fixture
@@ -47,41 +52,34 @@ def test_files_of_version_0_2_are_refused(saved):
         checkpoint.load(saved)
 
 
-def test_resumed_runs_have_the_same_bits_on_the_same_ranks(tiny, tmp_path):
+def test_resumed_runs_have_the_same_bits_on_the_same_ranks(tiny, tmp_path, ranks):
     flags = "--parallel.kind fsdp --optim.schedule constant --model.dropout 0.1"
-    runs = []
     places = "--model.dropout-places embedding residual feed_forward"
     for name, more in {"fsdp": "", "tp": f"--parallel.tp 2 {places}"}.items():
-        broken = f"--run-dir {tmp_path / name}"
-        runs += [
-            tiny(flags, more, f"--run-dir {tmp_path / name}-unbroken"),
-            tiny(flags, more, broken, "--steps 4"), tiny(flags, more, broken, "--resume auto"),
-        ]  # fmt: skip
-    finish(torchrun_in_turn(2, tmp_path / "jobs", runs))
-    for name in ("fsdp", "tp"):
-        run = tmp_path / name
-        assert outcome(run) == outcome(tmp_path / f"{name}-unbroken")
+        run, unbroken = tmp_path / name, tmp_path / f"{name}-unbroken"
+        broken = f"--run-dir {run}"
+        ranks.train(
+            tiny(flags, more, f"--run-dir {unbroken}"),
+            tiny(flags, more, broken, "--steps 4"),
+            tiny(flags, more, broken, "--resume auto"),
+        )
+        assert outcome(run) == outcome(unbroken)
         saved = checkpoint.steps_on_disk(run / "checkpoints")
         assert [path.name for path in saved] == ["step_00000004", "step_00000008"]
         assert {*checkpoint.WEIGHT_FILES} <= {path.name for path in saved[1].iterdir()}
 
 
-def test_full_disk_ends_all_ranks_with_one_line(tiny, tmp_path):
-    (tmp_path / "failing.py").write_text(
-        "import errno, train\n"
-        "from fastgpt.checkpoint import tensors\n"
-        "def full(*_):\n"
-        "    raise OSError(errno.ENOSPC, 'No space left on device')\n"
-        "tensors.write = full\n"
-        "train.main()\n"
-    )
-    flags = tiny("--parallel.kind fsdp --steps 100000 --eval-every 4")
-    process = torchrun(2, str(tmp_path / "failing.py"), *flags, forks=True)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    said = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1, err
-    assert "no space left on the disk of" in said[0]
-    assert "the checkpoint of step 4 was not saved" in said[0]
+def train_on_a_full_disk(argv):
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        mock.patch.object(tensors, "write", side_effect=error),
+        pytest.raises(UserError, match=r"no space left .*: the checkpoint of step 4 was not saved"),
+    ):
+        Trainer(configure(argv)).fit()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_all_ranks_leave_where_one_cannot_save(tiny, tmp_path, kind, ranks):
+    ranks(train_on_a_full_disk, tiny(f"--parallel.kind {kind} --steps 100000"))
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
     assert max(series(tmp_path / "run", "val_loss")) == 4

@@ -1,13 +1,13 @@
 """Muon: what PyTorch's computes, in batches that ranks share out."""
 
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgpt.config.config import OptimConfig
 from fastgpt.parallel import distributed
@@ -16,11 +16,9 @@ from fastgpt.parallel.fsdp import norms
 from fastgpt.train import muon
 from fastgpt.train.muon import Muon
 from fastgpt.train.optim import Optimizers
-from tests.runs import finish, torchrun
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
 SHAPES = 3 * [(96, 32), (32, 32), (128, 32), (32, 128)] + [(20, 12)]
-VIEWS = ("permute.default", "transpose.int", "unbind.int")
 
 
 def matrices(shapes=SHAPES, **options):
@@ -87,33 +85,7 @@ def test_weights_decay_as_pytorchs(dtype):
     assert all(map(torch.equal, weights, others))
 
 
-class Ops(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def count(optimizer):
-    """Returns the number of ops in a step, without views and the profiler's marks."""
-    optimizer.step()
-    with Ops() as ops:
-        optimizer.step()
-    return sum(not (name in VIEWS or "record" in name) for name in ops.names)
-
-
-def test_a_step_takes_a_tenth_of_the_ops():
-    weights = matrices([(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12, device="meta")
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-    assert count(torch.optim.Muon(weights, **SETTINGS)) == 1104
-    assert count(Muon(weights, World(), **SETTINGS)) == 100
-
-
-def as_rank():
+def as_one_of_two():
     """Compares this rank's weights with those of Muon on one rank, bit by bit."""
     world = distributed.start("cpu")
     torch.manual_seed(0)
@@ -121,42 +93,38 @@ def as_rank():
     alone = twins(weights)
     together, single = Muon(weights, world, **SETTINGS), Muon(alone, World(), **SETTINGS)
     orthogonalised, taken = muon.orthogonalised, []
+
+    def counted(x, *rest):
+        taken.append(len(x))
+        return orthogonalised(x, *rest)
+
     for step in range(3):
-        muon.orthogonalised = lambda x, *rest: taken.append(len(x)) or orthogonalised(x, *rest)
-        advance(together, weights, step)
-        muon.orthogonalised = orthogonalised
+        with mock.patch.object(muon, "orthogonalised", counted):
+            advance(together, weights, step)
         advance(single, alone, step)
     assert all(torch.equal(a, b) for a, b in zip(weights, alone))
     assert taken == 3 * [2, 2, 2, 2, 1], "half of each three, rounded up, and half of one"
-    share_out(world)
-    print("agrees")
 
 
-def share_out(world):
+def with_shares(placement):
     """Compares weights whose rows or columns are shared out with those of one rank, bit by bit."""
+    world = distributed.start("cpu")
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
+    torch.manual_seed(0)
+    alone = matrices()
+    weights = [nn.Parameter(distribute_tensor(x.detach(), mesh, [placement])) for x in alone]
+    together, single = Muon(weights, world, **SETTINGS), Muon(alone, World(), **SETTINGS)
+    for step in range(3):
+        advance(single, alone, step)
+        for own, one in zip(weights, alone):
+            own.grad = distribute_tensor(one.grad, mesh, [placement])
+        together.step()
+    assert all(torch.equal(a.full_tensor(), b) for a, b in zip(weights, alone))
+    grads = [[cast(torch.Tensor, x.grad) for x in every] for every in (weights, alone)]
+    torch.testing.assert_close(*map(norms, grads), rtol=1e-6, atol=0)
+
+
+def test_ranks_that_share_the_work_get_what_one_gets(ranks):
+    ranks(as_one_of_two)
     for placement in (Shard(0), Shard(1)):
-        torch.manual_seed(0)
-        alone = matrices()
-        weights = [nn.Parameter(distribute_tensor(x.detach(), mesh, [placement])) for x in alone]
-        together, single = Muon(weights, world, **SETTINGS), Muon(alone, World(), **SETTINGS)
-        for step in range(3):
-            advance(single, alone, step)
-            for own, one in zip(weights, alone):
-                own.grad = distribute_tensor(one.grad, mesh, [placement])
-            together.step()
-        assert all(torch.equal(a.full_tensor(), b) for a, b in zip(weights, alone))
-        grads = [[cast(torch.Tensor, x.grad) for x in every] for every in (weights, alone)]
-        torch.testing.assert_close(*map(norms, grads), rtol=1e-6, atol=0)
-
-
-def test_ranks_that_share_the_work_get_what_one_gets(tmp_path):
-    script = tmp_path / "ranks.py"
-    lines = (
-        "from tests.train.test_muon import as_rank",
-        "from fastgpt.faults.failure import abort_all_ranks",
-        "with abort_all_ranks():",
-        "    as_rank()",
-    )
-    script.write_text("\n".join(lines))
-    assert finish(torchrun(2, str(script), forks=True)).count("agrees") == 2
+        ranks(with_shares, placement)
