@@ -93,12 +93,8 @@ class Killed(BaseException):
 def killed_while_saving(folder, line):
     """Interrupts a save at its `line`-th line; returns False if it has fewer.
 
-    Of the checkpoints, 1 is to be removed, 2 is to stay, and 3 is being written. Only threads
-    change the disk; wherever the main one is killed, they stop between two lines.
+    Only threads change the disk; wherever the main one is killed, they stop between two lines.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    for step in (1, 2):
-        checkpoint.mark_best(save(folder, step))
     files = checkpoint.__file__, shutil.__file__
     try:
         with (
@@ -118,16 +114,19 @@ def killed_while_saving(folder, line):
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # the dead close no files
 def test_a_crash_between_any_two_lines_leaves_whole_checkpoints_and_no_litter_for_long(
-    folder, monkeypatch
+    folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("os.fsync", int)  # only a power cut would tell, and it takes most time
-    line = 1
-    while killed_while_saving(folder, line):
+    before, line = tmp_path / "before", 1
+    for step in (1, 2):  # the first is to be removed, the second to stay
+        checkpoint.mark_best(save(before, step))
+    while killed_while_saving(shutil.copytree(before, folder), line):
         steps = [checkpoint.load(path).step for path in checkpoint.steps_on_disk(folder)]
         assert steps in ([1, 2], [1, 2, 3], [2, 3]), f"killed at line {line}"
         checkpoint.mark_best(save(folder, 4, keep=2))
         hidden = [name for name in content(folder) if name.startswith(".")]
         assert hidden == [], f"killed at line {line}"
+        shutil.rmtree(folder)
         line += 1
     gc.collect()
     assert line > 50, "the crashes were not where they were meant to be"
@@ -260,6 +259,7 @@ NO_RECORD = r"step_00000002 is not a checkpoint: .*checkpoint\.json"
         *((damaged, NO_RECORD) for damaged in ("", "{", "{}", "[]", "null")),
         (f'{{"format_version": {FORMAT_VERSION}}}', NO_RECORD),
         ('{"format_version": 99}', f"has format version 99: expected {FORMAT_VERSION}"),
+        ('{"format_version": 2, "sha256": {"state.json": ""}}', "as version 0.2 wrote them"),
     ],
 )
 def test_damaged_record_gives_way_to_the_one_before(folder, written, said):

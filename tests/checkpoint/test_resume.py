@@ -1,22 +1,28 @@
 """A run that was cut short, in any way, goes on with the same bits as one that was not."""
 
+import errno
 import json
+import os
 import sys
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from fastgpt.checkpoint import checkpoint
+from fastgpt.checkpoint import checkpoint, tensors
 from fastgpt.cli import configure
 from fastgpt.convert.source import load
+from fastgpt.errors import UserError
 from fastgpt.logs.metrics import MetricsLog, read_records
+from fastgpt.parallel.distributed import World
 from fastgpt.run.directory import new_run_dir
 from fastgpt.train.build import Run
 from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer
 from tests.checkpoint.conftest import STEPS
+from tests.data.sets import contents
 from tests.runs import Crash, at_step, before_each, crash, outcome, series, terminate
 
 
@@ -157,15 +163,10 @@ def test_older_checkpoint_sets_the_newer_ones_aside(fit, unbroken):
 
 def test_another_run_dir_forks(fit, unbroken, tmp_path):
     run = fit(STEPS)
-
-    def content():
-        files = (path for path in run.rglob("*") if path.is_file())
-        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-
-    before = content()
+    before = contents(run)
     source = run / "checkpoints" / "step_00000004"
     records, weights = outcome(fit(STEPS, f"--resume {source} --run-dir {tmp_path / 'fork'}"))
-    assert content() == before
+    assert contents(run) == before
     whole_records, whole_weights = unbroken()
     assert weights == whole_weights
     assert [r for r in records if r["step"] > 4] == [r for r in whole_records if r["step"] > 4]
@@ -251,3 +252,64 @@ def test_best_is_the_same_after_a_resume(fit, monkeypatch, tmp_path):
     assert 5 < best < 12, "with these flags the best comes before the resume, or last"
     for path in (whole, run):
         assert checkpoint.load(path / "checkpoints" / "best").step == best
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(fit):
+    """Folder of a checkpoint."""
+    flags = "--steps 2 --eval-every 0 --train.sample-tokens 0"
+    return fit(flags) / "checkpoints" / "step_00000002"
+
+
+def test_ranks_of_a_machine_share_the_checksums(saved):
+    names = list(json.loads((saved / "checkpoint.json").read_text())["sha256"])
+    rank = names.index("tokenizer.json") % 2
+    (saved / "tokenizer.json").write_text("damage")
+    with pytest.raises(UserError, match=r"is damaged: tokenizer\.json"):
+        checkpoint.load(saved, world=World(local_rank=rank, local_size=2))
+    checkpoint.load(saved, world=World(local_rank=1 - rank, local_size=2))
+
+
+@pytest.mark.parametrize(
+    "told", [("step_00000009", None), ("step_00000002", "step_00000009 is on a bad disk")]
+)
+def test_ranks_load_the_same_checkpoint_or_none(told, saved, monkeypatch):
+    monkeypatch.setattr(World, "all_gather_object", lambda _, own: [own, told])
+    with pytest.raises(UserError, match="step_00000009"):
+        checkpoint.load(saved)
+
+
+def test_resumed_runs_have_the_same_bits_on_the_same_ranks(tiny, tmp_path, ranks):
+    flags = "--parallel.kind fsdp --optim.schedule constant --model.dropout 0.1"
+    places = "--model.dropout-places embedding residual feed_forward"
+    for name, more in {"fsdp": "", "tp": f"--parallel.tp 2 {places}"}.items():
+        run, unbroken = tmp_path / name, tmp_path / f"{name}-unbroken"
+        broken = f"--run-dir {run}"
+        ranks.train(
+            tiny(flags, more, f"--run-dir {unbroken}"),
+            tiny(flags, more, broken, "--steps 4"),
+            tiny(flags, more, broken, "--resume auto"),
+        )
+        assert outcome(run) == outcome(unbroken)
+        saved = checkpoint.steps_on_disk(run / "checkpoints")
+        assert [path.name for path in saved] == ["step_00000004", "step_00000008"]
+        assert {*checkpoint.WEIGHT_FILES} <= {path.name for path in saved[1].iterdir()}
+
+
+def train_on_a_full_disk(argv):
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        mock.patch.object(tensors, "write", side_effect=error),
+        pytest.raises(UserError, match=r"no space left .*: the checkpoint of step 4 was not saved"),
+    ):
+        Trainer(configure(argv)).fit()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_all_ranks_leave_where_one_cannot_save(tiny, tmp_path, kind, ranks):
+    ranks(train_on_a_full_disk, tiny(f"--parallel.kind {kind} --steps 100000"))
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert max(series(tmp_path / "run", "val_loss")) == 4

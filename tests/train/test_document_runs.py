@@ -1,13 +1,10 @@
 """Runs over documents: equal for any ranks and accumulation, and after a resume."""
 
 import pytest
-import torch
 
 from fastgpt.cli import configure
 from fastgpt.errors import UserError
-from fastgpt.logs.metrics import read_records
 from fastgpt.train.plan import resolve
-from fastgpt.train.trainer import Trainer
 from tests.data.sets import prepared, texts
 from tests.runs import assert_same_up_to_rounding, at_step, outcome, series, terminate
 
@@ -56,39 +53,6 @@ def test_accumulation_and_ranks_change_nothing_though_documents_differ_in_length
         assert_same_up_to_rounding(split, whole)
     ranks.train(tiny(flags, f"--train.micro-batch 1 --run-dir {tmp_path / 'two'}"))
     assert_same_up_to_rounding(tmp_path / "two", whole)
-
-
-def test_loss_is_the_mean_over_all_targets_and_no_filling(tiny, documents):
-    trainer = Trainer(configure(tiny(documents, PLAIN, "--steps 1 --train.micro-batch 1")))
-    run = trainer.run
-    corpus = run.plan.data.corpora[0]
-    eot = corpus.tokenizer.eot_id
-
-    def losses(samples):
-        found = []
-        for ids in samples:
-            ids = torch.tensor([ids])
-            logits = run.model(ids[:, :-1])[0]
-            found.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
-        return torch.cat(found).detach()
-
-    def cut(split):
-        tokens = getattr(corpus, split)[:].tolist()
-        starts = [i for i, token in enumerate(tokens) if token == eot]
-        ends = [*starts[1:], len(tokens)]
-        return {a: [*tokens[a:b], eot][:33] for a, b in zip(starts, ends)}
-
-    train = cut("train")
-    first = run.plan.data.orders(32, trainer.config.seed)[0].take(0, 0, 4)[0].tolist()
-    expected = losses(train[start] for start in first).mean()
-    held_out = losses(cut("val").values())
-    assert len({len(train[start]) for start in first}) > 1
-    trainer.fit()
-    assert series(trainer.run_dir, "train_loss")[1] == pytest.approx(expected.item(), rel=1e-5)
-    records = read_records(trainer.run_dir / "metrics.jsonl")
-    assert records[0]["val_loss"] == pytest.approx(held_out.mean().item(), rel=1e-5)
-    assert records[0]["val_tokens"] == len(held_out)
-    assert "val_bits_per_byte" not in records[0]
 
 
 @pytest.mark.parametrize("align", ["bos --model.document-mask", "document"])
