@@ -134,7 +134,6 @@ def test_a_crash_between_any_two_lines_leaves_whole_checkpoints_and_no_litter_fo
 
 # --- full disks -----------------------------------------------------------------------------------
 
-
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -194,15 +193,11 @@ def test_training_stops_on_a_full_disk_with_what_it_had(tiny, tmp_path, monkeypa
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    # a new file: the best checkpoint may share the old one's bytes
-    path.unlink()
     path.write_bytes(data)
 
 
 def cut(path):
-    data = path.read_bytes()
-    path.unlink()
-    path.write_bytes(data[: len(data) // 2])
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
@@ -271,14 +266,10 @@ def test_damaged_record_gives_way_to_the_one_before(folder, written, said):
 
 
 def test_nothing_good_is_an_error_that_names_each(folder):
-    for step in (1, 2):
-        flip(save(folder, step) / "state.pt")
-    with pytest.raises(UserError) as caught:
+    flip(save(folder, 1) / "state.pt")
+    flip(save(folder, 2) / "config.json")
+    with pytest.raises(UserError, match=r"config\.json has sha256.*; .*state\.pt has sha256"):
         checkpoint.find(str(folder.parent))
-    assert str(caught.value).count("state.pt has sha256") == 2
-
-
-# --- what the trainer puts in ---------------------------------------------------------------------
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):

@@ -52,8 +52,8 @@ def test_dropout_is_at_work(unbroken):
 
 def test_flags_of_a_resumed_run_reach_the_optimizers(fit):
     run = fit("--steps 2")
-    flags = ["--resume", str(run), "--steps", "3", "--optim.weight-decay", "0.3"]
-    trainer = Trainer(configure([*flags, "--optim.beta2", "0.5", "--optim.beta1", "0.5"]))
+    flags = f"--resume {run} --steps 3 --optim.weight-decay 0.3 --optim.beta2 0.5 --optim.beta1 0.5"
+    trainer = Trainer(configure(flags.split()))
     adamw, muon = (it.param_groups for it in trainer.run.optimizers.all)
     assert [(group["weight_decay"], group["betas"][1]) for group in adamw] == [(0.3, 0.5), (0, 0.5)]
     assert [(group["weight_decay"], group["momentum"]) for group in muon] == [(0.3, 0.75)]
@@ -105,9 +105,6 @@ def test_evaluation_that_a_crash_lost_is_made_up_for(fit, unbroken, tmp_path, mo
     assert outcome(fit(STEPS, "--resume auto")) == unbroken()
 
 
-# --- what it says of itself -----------------------------------------------------------------------
-
-
 def test_resume_shows_where_it_starts_and_is_kept_in_the_manifest(fit, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["first"])
     run = fit("--steps 4")
@@ -147,36 +144,27 @@ def test_damaged_lines_of_the_log_and_steps_to_come_are_dropped(tmp_path):
 # --- from elsewhere -------------------------------------------------------------------------------
 
 
-def test_older_checkpoint_sets_the_newer_ones_aside(fit, unbroken):
-    run = fit(STEPS)
-    folder = run / "checkpoints"
-    fit(STEPS, f"--resume {folder / 'step_00000004'} --steps 8")
+def test_older_checkpoint_forks_or_sets_the_newer_ones_aside(fit, unbroken, tmp_path):
+    run, (whole, whole_weights) = fit(STEPS), unbroken()
+    folder, before = run / "checkpoints", contents(run)
+    older = f"--resume {folder / 'step_00000004'}"
+    records, weights = outcome(fit(STEPS, older, f"--run-dir {tmp_path / 'fork'}"))
+    assert contents(run) == before
+    assert weights == whole_weights
+    assert [r for r in records if r["step"] > 4] == [r for r in whole if r["step"] > 4]
+    fit(STEPS, older, "--steps 8")
     assert {path.name for path in folder.iterdir()} == {"step_00000004", "step_00000008", "best"}
-    fit(STEPS, f"--resume {folder / 'step_00000004'}")
-    assert outcome(run) == (whole := unbroken())
-    first, second = run / "abandoned_1", run / "abandoned_2"
-    assert outcome(first) == whole
+    fit(STEPS, older)
+    assert outcome(run) == outcome(run / "abandoned_1") == (whole, whole_weights)
+    second = run / "abandoned_2"
     assert max(r["step"] for r in outcome(second)[0]) == 8
     assert configure(["--resume", str(second)]).steps == 8  # it is a run that could go on
     load(second)
 
 
-def test_another_run_dir_forks(fit, unbroken, tmp_path):
-    run = fit(STEPS)
-    before = contents(run)
-    source = run / "checkpoints" / "step_00000004"
-    records, weights = outcome(fit(STEPS, f"--resume {source} --run-dir {tmp_path / 'fork'}"))
-    assert contents(run) == before
-    whole_records, whole_weights = unbroken()
-    assert weights == whole_weights
-    assert [r for r in records if r["step"] > 4] == [r for r in whole_records if r["step"] > 4]
-
-
 def test_auto_without_run_dir_finds_the_newest_run_of_the_recipe(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    argv = tiny("--steps 1 --eval-every 0")
-    where = argv.index("--run-dir")
-    del argv[where : where + 2]
+    argv = tiny("--steps 1 --eval-every 0 --run-dir None")
     for name in ("baby-20200101-000000", "baby-20300101-000000", "shakespeare-cpu-20400101-000000"):
         Trainer(configure([*argv, "--run-dir", f"runs/{name}"])).fit()
     Path("runs/baby-20350101-000000").mkdir()  # stopped before its first checkpoint
@@ -185,7 +173,7 @@ def test_auto_without_run_dir_finds_the_newest_run_of_the_recipe(tiny, tmp_path,
     Trainer(configure([*argv, "--run-dir", "runs/baby-20200101-000000", "--resume", "auto"])).fit()
     newest = Path("runs/baby-20200101-000000")
     assert configure([*argv, "--resume", "auto"]).run_dir == newest
-    config = replace(configure(argv), run_dir=None, resume="auto", steps=3)  # as from Python
+    config = replace(configure(argv), resume="auto", steps=3)  # as from Python
     assert resolve(config).resumed.step == 1
     Trainer(config).fit()
     assert set(series(newest, "train_loss")) == {1, 2, 3}
@@ -198,9 +186,6 @@ def test_name_is_the_recipe_and_the_time(tmp_path, monkeypatch):
         path = new_run_dir("baby")
         assert path == Path(f"runs/baby-20240102-030405{end}")
         path.mkdir(parents=True)
-
-
-# --- with other data ------------------------------------------------------------------------------
 
 
 def test_a_batch_of_another_size_is_counted_in_tokens_and_epochs(tiny, monkeypatch):
@@ -220,9 +205,6 @@ def test_other_text_is_read_from_its_start(fit, text, capfd):
     assert "warning: the data changed since " in capfd.readouterr().out
     assert epochs[6] == 1.2
     assert epochs[7] == pytest.approx(8 / 42, abs=1e-4)
-
-
-# --- the best checkpoint --------------------------------------------------------------------------
 
 
 def test_best_is_chosen_by_losses_of_the_same_text(fit, monkeypatch):
@@ -286,14 +268,14 @@ def test_resumed_runs_have_the_same_bits_on_the_same_ranks(tiny, tmp_path, ranks
     flags = "--parallel.kind fsdp --optim.schedule constant --model.dropout 0.1"
     places = "--model.dropout-places embedding residual feed_forward"
     for name, more in {"fsdp": "", "tp": f"--parallel.tp 2 {places}"}.items():
-        run, unbroken = tmp_path / name, tmp_path / f"{name}-unbroken"
-        broken = f"--run-dir {run}"
+        run, whole = tmp_path / name, tmp_path / f"{name}-whole"
+        broken = f"{flags} {more} --run-dir {run}"
         ranks.train(
-            tiny(flags, more, f"--run-dir {unbroken}"),
-            tiny(flags, more, broken, "--steps 4"),
-            tiny(flags, more, broken, "--resume auto"),
+            tiny(flags, more, f"--run-dir {whole}"),
+            tiny(broken, "--steps 4"),
+            tiny(broken, "--resume auto"),
         )
-        assert outcome(run) == outcome(unbroken)
+        assert outcome(run) == outcome(whole)
         saved = checkpoint.steps_on_disk(run / "checkpoints")
         assert [path.name for path in saved] == ["step_00000004", "step_00000008"]
         assert {*checkpoint.WEIGHT_FILES} <= {path.name for path in saved[1].iterdir()}
@@ -303,7 +285,7 @@ def train_on_a_full_disk(argv):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (
         mock.patch.object(tensors, "write", side_effect=error),
-        pytest.raises(UserError, match=r"no space left .*: the checkpoint of step 4 was not saved"),
+        pytest.raises(UserError, match=r"no space left .* step 4 was not saved"),
     ):
         Trainer(configure(argv)).fit()
 

@@ -55,21 +55,6 @@ def weights(model: GPT) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(tied):
-    model = tiny_model(tied=tied)
-    adamw, muon = optimizers(model, kind="muon").all
-    names = {id(p): name for name, p in model.named_parameters()}
-    taken = [{names[id(p)] for g in o.param_groups for p in g["params"]} for o in (adamw, muon)]
-    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    assert taken[1] == {f"h.{i}.{layer}.weight" for i in range(2) for layer in layers}
-    assert taken[0] == set(names.values()) - taken[1]
-    assert isinstance(adamw, torch.optim.AdamW)
-    assert isinstance(muon, torch.optim.Muon)
-    (only,) = optimizers(model, kind="adamw").all
-    assert sum(len(g["params"]) for g in only.param_groups) == len(names)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("grad_clip", [1.0, 0.0, 1e9])
 def test_steps_are_those_of_pytorchs_own_loop(kind, grad_clip):
