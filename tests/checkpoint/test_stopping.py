@@ -1,6 +1,7 @@
 """A run that is asked to stop saves first; one process at a time trains in a folder."""
 
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -193,3 +194,18 @@ def test_signal_saves_exits_and_prints_a_command_that_goes_on(tiny, tmp_path, se
     done = script(*command[1:], "--steps", step + 5, "--optim.schedule", "constant")
     assert (done.returncode, done.stderr) == (0, "")
     assert read_records(run / "metrics.jsonl")[-1]["step"] == step + 5
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_ends_a_run_saved(tiny, tmp_path):
+    """The system sends SIGHUP, and writing to the terminal then fails."""
+    argv = [sys.executable, str(ROOT / "train.py"), *tiny("--steps 100000 --eval-every 0")]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` has ignored
+        os.execv(sys.executable, argv)
+    while not re.search(rb"/100000  loss \d", os.read(terminal, 4096)):
+        pass
+    os.close(terminal)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")

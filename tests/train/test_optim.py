@@ -118,14 +118,6 @@ def test_state_restores_to_the_same_steps(kind, fp16):
     assert resumed.scaler.get_scale() == optimizer.scaler.get_scale()
 
 
-def test_zero_grad_frees_the_gradients():
-    model = tiny_model()
-    optimizer = optimizers(model, kind="muon")
-    set_gradients(model)
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_fp16_gradients_are_unscaled_before_clipping():
     twin = copy.deepcopy(model := tiny_model())
     scaled, plain = optimizers(model, fp16=True, kind="muon"), optimizers(twin, kind="muon")
