@@ -112,15 +112,6 @@ def test_our_kernels_pass_their_trials(takes, name, options):
     assert plain == choose.plain_name(name)
 
 
-def test_timed_as_the_run_calls_it(takes):
-    sizes = Sizes(TINY, 2, "bf16", True)
-    trial = make_trial("loss", sizes, "cpu", 2, 16)
-    takes(1.0)
-    with mock.patch.object(torch, "compile", side_effect=lambda op, options: op) as compiled:
-        choose.seconds(trial.ops["torch"], trial.inputs, sizes, "cpu")
-    assert compiled.called
-
-
 @pytest.mark.parametrize(
     ("options", "packed"), [({}, 1), ({"position": "rotary"}, 0), ({"qk_norm": True}, 0)]
 )
@@ -129,8 +120,9 @@ def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, takes,
     monkeypatch.setitem(tables.PACKED_ATTENTION, "triton", called)
     trial = make_trial("attention", of(**options), "cpu", 2, 16)
     takes(1.0)
-    choose.seconds(trial.ops["triton"], trial.inputs, SIZES, "cpu")
-    assert called.call_count == packed
+    with mock.patch.object(torch, "compile", side_effect=lambda op, options: op) as compiled:
+        choose.seconds(trial.ops["triton"], trial.inputs, replace(SIZES, compiled=True), "cpu")
+    assert (compiled.call_count, called.call_count) == (1, packed)
     model = GPT(replace(TINY, **options), tables.select(OpsConfig(attention="triton"), "cpu"))
     model(torch.zeros(2, 16, dtype=torch.int64))
     assert called.call_count == 2 * packed
@@ -138,19 +130,17 @@ def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, takes,
     assert trial.inputs["qkv"].shape == (2, 16, 6, 16)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
+@pytest.mark.parametrize(
+    ("dropout", "residual", "dtype"), [(0.0, None, torch.float32), (0.1, "bf16", torch.bfloat16)]
+)
+def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout, residual, dtype):
     sizes = of(dropout=dropout, dropout_places=("residual",))
+    sizes = replace(sizes, precision="bf16", residual_dtype=residual)
     tried = make_trial("norm", sizes, "cpu", 2, 16).inputs
     model = GPT(sizes.model, tables.select(OpsConfig(kernels="triton"), "cpu"))
     skipped_bias = model.h[0].attn.c_proj.skipped_bias
     assert ("x_bias" in tried) == (skipped_bias is not None) == (dropout == 0)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [(None, torch.float32), ("bf16", torch.bfloat16)])
-def test_the_residual_is_tried_in_the_dtype_that_it_has(name, dtype):
-    sizes = replace(SIZES, precision="bf16", residual_dtype=name)
-    assert make_trial("norm", sizes, "cpu", 2, 16).inputs["residual"].dtype == dtype
+    assert tried["residual"].dtype == dtype
 
 
 # --- parent and child -----------------------------------------------------------------------------
