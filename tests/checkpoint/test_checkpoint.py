@@ -52,7 +52,10 @@ def folder(tmp_path):
 
 
 def test_what_is_saved_is_read_back(folder):
-    saved = checkpoint.load(save(folder, 5))
+    synced, fsync = set(), os.fsync
+    with mock.patch("os.fsync", lambda file: synced.add(os.fstat(file).st_ino) or fsync(file)):
+        saved = checkpoint.load(save(folder, 5))
+    assert {path.stat().st_ino for path in (folder, saved.path, *saved.path.iterdir())} == synced
     assert (saved.path, saved.step) == (folder / "step_00000005", 5)
     assert saved.weights["wte.weight"].tolist() == [5.0] * 8
     assert saved.state["loader"] == {"epoch": 0, "index": 5}
