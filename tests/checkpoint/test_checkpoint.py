@@ -270,9 +270,11 @@ def test_damaged_record_gives_way_to_the_one_before(folder, written, said):
 
 def test_nothing_good_is_an_error_that_names_each(folder):
     flip(save(folder, 1) / "state.pt")
-    flip(save(folder, 2) / "config.json")
+    flip((newest := save(folder, 2)) / "config.json")
     with pytest.raises(UserError, match=r"config\.json has sha256.*; .*state\.pt has sha256"):
         checkpoint.find(str(folder.parent))
+    with pytest.raises(UserError, match=r"config\.json has sha256.*; none before it is valid"):
+        checkpoint.find(str(newest))
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny, tmp_path):
