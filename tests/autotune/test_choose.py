@@ -1,8 +1,11 @@
 """The choice of `auto` on CUDA, tried on a CPU: interpreted kernels, and scripted times."""
 
-import json
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
+from subprocess import CompletedProcess
 from unittest import mock
 
 import pytest
@@ -29,6 +32,12 @@ KERNELS = {
     "rotary": "_rotary_kernel",
     "activation": "_bias_act_bwd_kernel",
 }
+OPS = {"ours": lambda x: (x + 0).cos(), "plain": torch.cos}
+COSINE = replace(
+    SPECS["bias_act"], inputs=lambda s, make: {"x": make(s["B"], s["T"])}, options=no_options,
+    ref=torch.cos,
+)  # fmt: skip
+"""An op that is correct in any dtype, to be chosen by its times alone."""
 
 
 @pytest.fixture
@@ -42,12 +51,11 @@ def takes(monkeypatch):
     return take
 
 
-OPS = {"ours": lambda x: (x + 0).cos(), "plain": torch.cos}
-COSINE = replace(
-    SPECS["bias_act"], inputs=lambda s, make: {"x": make(s["B"], s["T"])}, options=no_options,
-    ref=torch.cos,
-)  # fmt: skip
-"""An op that is correct in any dtype, to be chosen by its times alone."""
+def of(**options):
+    return replace(SIZES, model=replace(TINY, **options))
+
+
+# --- a trial --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -67,8 +75,7 @@ def test_the_faster_one_is_chosen(monkeypatch, takes, plain, ours, worth, chosen
     monkeypatch.setitem(choose.WORTH, "cosine", worth)
     takes(ours, plain)
     result = run_trial("cosine", SIZES, "cpu")
-    assert result["chosen"] == chosen
-    assert result["complaints"] == []
+    assert (result["chosen"], result["complaints"]) == (chosen, [])
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,7 @@ def test_what_is_wrong_is_never_chosen_nor_timed(monkeypatch, takes, wrong, ours
     assert any(line.startswith(wrong) for line in result["complaints"])
 
 
-@pytest.mark.parametrize(("name", "kernel"), KERNELS.items())
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -95,24 +102,14 @@ def test_what_is_wrong_is_never_chosen_nor_timed(monkeypatch, takes, wrong, ours
         {"bias": False, "document_mask": True, "eot_id": 0},
     ],
 )
-def test_our_kernels_pass_their_trials(takes, name, kernel, options):
-    sizes = replace(SIZES, model=replace(TINY, **options))
+def test_our_kernels_pass_their_trials(takes, name, options):
     takes(1.0, 2.0)
-    with launches(kernel):
-        result = run_trial(name, sizes, "cpu")
-    ours, plain = make_trial(name, sizes, "cpu", 2, 16).ops
+    with launches(KERNELS[name]):
+        result = run_trial(name, of(**options), "cpu")
+    ours, plain = make_trial(name, of(**options), "cpu", 2, 16).ops
     assert (result["chosen"], result["complaints"]) == (ours, [])
     assert result["milliseconds"] == {ours: 1000.0, plain: 2000.0}
     assert plain == choose.plain_name(name)
-
-
-def test_timed_as_the_run_calls_it(takes):
-    sizes = Sizes(TINY, 2, "bf16", True)
-    trial = make_trial("loss", sizes, "cpu", 2, 16)
-    takes(1.0)
-    with mock.patch.object(torch, "compile", side_effect=lambda op, options: op) as compiled:
-        choose.seconds(trial.ops["torch"], trial.inputs, sizes, "cpu")
-    assert compiled.called
 
 
 @pytest.mark.parametrize(
@@ -121,31 +118,29 @@ def test_timed_as_the_run_calls_it(takes):
 def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, takes, options, packed):
     called = mock.Mock(side_effect=tables.PACKED_ATTENTION["triton"])
     monkeypatch.setitem(tables.PACKED_ATTENTION, "triton", called)
-    sizes = replace(SIZES, model=replace(TINY, **options))
-    chosen = tables.select(OpsConfig(attention="triton"), "cpu")
-    trial = make_trial("attention", sizes, "cpu", 2, 16)
+    trial = make_trial("attention", of(**options), "cpu", 2, 16)
     takes(1.0)
-    choose.seconds(trial.ops["triton"], trial.inputs, sizes, "cpu")
-    assert called.call_count == packed
-    GPT(sizes.model, chosen)(torch.zeros(2, 16, dtype=torch.int64))
+    with mock.patch.object(torch, "compile", side_effect=lambda op, options: op) as compiled:
+        choose.seconds(trial.ops["triton"], trial.inputs, replace(SIZES, compiled=True), "cpu")
+    assert (compiled.call_count, called.call_count) == (1, packed)
+    model = GPT(replace(TINY, **options), tables.select(OpsConfig(attention="triton"), "cpu"))
+    model(torch.zeros(2, 16, dtype=torch.int64))
     assert called.call_count == 2 * packed
     # its gradient is one tensor for PyTorch's op as well
     assert trial.inputs["qkv"].shape == (2, 16, 6, 16)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout):
-    model = replace(TINY, dropout=dropout, dropout_places=("residual",))
-    tried = make_trial("norm", replace(SIZES, model=model), "cpu", 2, 16).inputs
-    chosen = tables.select(OpsConfig(kernels="triton"), "cpu")
-    skipped_bias = GPT(model, chosen).h[0].attn.c_proj.skipped_bias
+@pytest.mark.parametrize(
+    ("dropout", "residual", "dtype"), [(0.0, None, torch.float32), (0.1, "bf16", torch.bfloat16)]
+)
+def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout, residual, dtype):
+    sizes = of(dropout=dropout, dropout_places=("residual",))
+    sizes = replace(sizes, precision="bf16", residual_dtype=residual)
+    tried = make_trial("norm", sizes, "cpu", 2, 16).inputs
+    model = GPT(sizes.model, tables.select(OpsConfig(kernels="triton"), "cpu"))
+    skipped_bias = model.h[0].attn.c_proj.skipped_bias
     assert ("x_bias" in tried) == (skipped_bias is not None) == (dropout == 0)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [(None, torch.float32), ("bf16", torch.bfloat16)])
-def test_the_residual_is_tried_in_the_dtype_that_it_has(name, dtype):
-    sizes = replace(SIZES, precision="bf16", residual_dtype=name)
-    assert make_trial("norm", sizes, "cpu", 2, 16).inputs["residual"].dtype == dtype
+    assert tried["residual"].dtype == dtype
 
 
 # --- parent and child -----------------------------------------------------------------------------
@@ -153,46 +148,85 @@ def test_the_residual_is_tried_in_the_dtype_that_it_has(name, dtype):
 
 @pytest.fixture
 def on_cuda(monkeypatch, tmp_path):
-    """Runs `choose` as on a GPU, with a child that runs `code`; returns the warnings."""
+    """Runs `choose` as on a GPU; returns what it returns, and the warnings."""
     monkeypatch.setenv("FASTGPT_CACHE", str(tmp_path))
     monkeypatch.setattr(choose.device, "device_name", lambda on: "a GPU")
 
-    def run(code, config=OpsConfig(), sizes=SIZES):  # noqa: B008 - frozen
+    def run(asked=OpsConfig()):  # noqa: B008 - frozen
         said = []
-        monkeypatch.setattr(choose, "CHILD", ["-c", code])
-        chosen, results = choose.choose(config, sizes, "cuda", said.append)
-        return chosen, results, said
+        return *choose.choose(asked, SIZES, "cuda", said.append), said
 
     return run
 
 
-# as it is, but that it has a CPU, and no clock for GPUs
-CHILD = """
-import io, sys
-from fastgpt.autotune import choose, trials
-choose.timer = lambda step: 1.0
-sys.stdin = io.StringIO(sys.stdin.read().replace("cuda", "cpu"))
-{}
-choose.main()
-"""
-RESULT = {"chosen": "triton", "complaints": [], "milliseconds": {}}
-# answers without a trial, but for what is said in a case
-ANSWERS = f"""
-import json, sys, time
-for name in sys.argv[1:]:
-    CASE
-    print(json.dumps({{name: {RESULT}}}), 5, sep="\\n", flush=True)
-"""
+def child_here(command, *, input, **_):
+    """Runs the child in this process, which has a CPU."""
+    given = io.StringIO(input.replace("cuda", "cpu"))
+    with (
+        mock.patch.multiple(sys, argv=command[2:], stdin=given),
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+        suppress(SystemExit),
+    ):
+        choose.main()
+    return CompletedProcess(command, int(bool(err.getvalue())), out.getvalue(), err.getvalue())
 
 
-def test_child_tries_what_is_auto_and_the_answer_is_remembered(on_cuda):
+def test_child_tries_what_is_auto_and_the_answer_is_remembered(on_cuda, monkeypatch):
     asked = OpsConfig(attention="sdpa")
-    chosen, results, said = on_cuda(CHILD.format(""), asked)
+    monkeypatch.setattr(choose.subprocess, "run", child_here)
+    monkeypatch.setattr("os._exit", sys.exit)
+    failing = mock.Mock(side_effect=RuntimeError("illegal\n\nSearch for it"))
+    with mock.patch.object(choose, "run_trial", failing):
+        _, results, _ = on_cuda(asked)
+    reasons = {line for result in results.values() for line in result["complaints"]}
+    assert reasons == {"the trial ended with code 1: RuntimeError: illegal"}
+    monkeypatch.setattr(choose, "timer", lambda step: 1.0)
+    chosen, results, said = on_cuda(asked)
     assert chosen == {"norm": "triton", "loss": "chunked", "activation": "triton"}
     assert results.keys() == {"norm", "loss", "activation"}
     (line,) = said
     assert "once" in line
-    assert on_cuda("raise SystemExit(1)", asked) == (chosen, results, [])
+    monkeypatch.setattr(choose.subprocess, "run", partial(pytest.fail))
+    assert on_cuda(asked) == (chosen, results, [])
+
+
+RESULT = {"chosen": "triton", "complaints": [], "milliseconds": {}}
+ANSWERS = f"""
+import json, os, sys, time
+for name in sys.argv[1:]:
+    if name in FAILING:
+        FAIL
+    print(json.dumps({{name: {RESULT}}}), 5, sep="\\n", flush=True)
+"""
+"""A child that makes no trial."""
+
+
+OPS_OF_CUDA = ("attention", "norm", "loss", "activation")
+
+
+@pytest.mark.parametrize(
+    ("fail", "failing", "reason"),
+    [
+        ("os.abort()", ("attention", "loss"), "ended with code -6"),
+        ("sys.exit('Error: illegal')", ("norm",), "code 1: Error: illegal"),
+        ("time.sleep(60)", OPS_OF_CUDA, "did not end within 2 s"),
+    ],
+)
+def test_an_op_whose_trial_fails_is_pytorchs_and_takes_no_other_with_it(
+    on_cuda, monkeypatch, fail, failing, reason
+):
+    if "sleep" in fail:
+        monkeypatch.setattr(choose, "TIMEOUT", 2.0)
+    code = ANSWERS.replace("FAILING", repr(failing)).replace("FAIL", fail)
+    monkeypatch.setattr(choose, "CHILD", ["-c", code])
+    for _ in range(2):  # what was not answered is tried once more
+        chosen, _, said = on_cuda()
+        for line, op in zip(said[1:], failing, strict=True):
+            assert line.startswith(f"{op}: our kernels did not pass")
+            assert reason in line
+    for op in OPS_OF_CUDA:
+        assert chosen[op] == (choose.plain_name(op) if op in failing else "triton")
 
 
 def test_other_sizes_or_kernels_are_tried_anew(on_cuda, monkeypatch, tmp_path):
@@ -205,46 +239,6 @@ def test_other_sizes_or_kernels_are_tried_anew(on_cuda, monkeypatch, tmp_path):
         keys.append(choose._key(SIZES, "cuda"))
     assert len(set(keys[:4])) == 4
     assert keys[4] == keys[3]
-
-
-@pytest.mark.parametrize(
-    ("ending", "reason"),
-    [
-        ("import os; os.abort()", "ended with code -6"),
-        ("sys.exit('Error: illegal')", "code 1: Error: illegal"),
-        ("time.sleep(60)", "did not end within 5 s"),
-    ],
-    ids=["abort", "error", "hang"],
-)
-def test_a_child_that_fails_leaves_pytorchs_ops_and_says_so(on_cuda, monkeypatch, ending, reason):
-    monkeypatch.setattr(choose, "TIMEOUT", 5.0)
-    norm = json.dumps({"norm": RESULT})
-    code = ANSWERS.replace("CASE", f"print({norm!r}, flush=True); {ending}")
-    chosen, _, said = on_cuda(code)
-    names = tables.select(OpsConfig(), "cuda", chosen).names
-    assert (names["attention"], names["norm"], names["loss"]) == ("sdpa", "triton", "torch")
-    assert len(said) == 4
-    for line, op in zip(said[1:], ("attention", "loss", "activation"), strict=True):
-        assert line.startswith(f"{op}: our kernels did not pass")
-        assert reason in line
-    *_, said = on_cuda(code)
-    assert len(said) == 4  # what was not answered is tried once more
-
-
-def test_an_error_of_a_trial_is_its_reason(on_cuda):
-    raises = (
-        "def fail(*_): raise RuntimeError('illegal\\n\\nSearch for it')\nchoose.run_trial = fail"
-    )
-    _, results, _ = on_cuda(CHILD.format(raises))
-    reasons = {line for result in results.values() for line in result["complaints"]}
-    assert reasons == {"the trial ended with code 1: RuntimeError: illegal"}
-
-
-def test_an_op_whose_trial_fails_takes_no_other_with_it(on_cuda):
-    chosen, _, said = on_cuda(ANSWERS.replace("CASE", "assert name != 'norm', 'no such kernel'"))
-    assert (chosen["attention"], chosen["norm"], chosen["loss"]) == ("triton", "torch", "triton")
-    assert [line for line in said if "did not pass" in line] == said[1:2]
-    assert "no such kernel" in said[1]
 
 
 def test_on_a_cpu_nothing_is_tried():

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fastgpt.autotune import choose
 from fastgpt.autotune.trials import TRIALS, Sizes
@@ -18,28 +17,18 @@ from fastgpt.ops import tables
 from fastgpt.train.build import build
 from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer, train
-from tests.runs import finish, series, torchrun
+from tests.processes import finish, torchrun
+from tests.runs import series
 
 pytestmark = pytest.mark.gpu
 
 SMALL = ModelConfig(num_layers=2, num_heads=4, dim=64, context=64, vocab_size=257)
 
 
-def on_cuda(tiny, *flags: str) -> list[str]:
-    return tiny("--train.device cuda --train.precision bf16", *flags)
-
-
 @pytest.fixture(autouse=True)
 def nothing_compiled_yet():
     """Resets Dynamo, as all cases compile the same code object and would pass its limit."""
     torch.compiler.reset()
-
-
-def loss_and_gradients(model, x, y, precision):
-    with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-        loss = model(x, y)
-    loss.backward()
-    return loss.detach().cpu(), [p.grad.cpu() for p in model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -50,26 +39,29 @@ def loss_and_gradients(model, x, y, precision):
         {"num_kv_heads": 2, "qk_norm": True, "window": 9, "tied": False, "softcap": 15.0},
         {"norm": "post-layernorm", "activation": "gelu_erf", "position": "sinusoidal"},
     ],
-    ids=["gpt2", "modern", "grouped-window", "post-norm"],
 )
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 3e-2)])
-@pytest.mark.parametrize("asked", [OpsConfig(), OpsConfig(kernels="triton")], ids=["auto", "ours"])
-def test_gpt_on_cuda_is_the_gpt_on_the_cpu(asked, options, precision, bound):
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_gpt_on_cuda_is_the_gpt_on_the_cpu(kernels, options, precision, bound):
     config = replace(SMALL, **options)
     truth = GPT(config, tables.select(OpsConfig(attention="torch"), "cpu"))
-    model = GPT(config, tables.select(asked, "cuda")).cuda()
+    model = GPT(config, tables.select(OpsConfig(kernels=kernels), "cuda")).cuda()
     model.load_state_dict(truth.state_dict())
     x, y = torch.randint(0, 257, (2, 3, 64))
+    (want := truth(x, y)).backward()
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
-    got, got_gradients = loss_and_gradients(compiled, x.cuda(), y.cuda(), precision)
-    want, want_gradients = loss_and_gradients(truth, x, y, "fp32")
-    torch.testing.assert_close(got, want, rtol=bound, atol=0)
-    for d, true in zip(got_gradients, want_gradients, strict=True):
-        assert (d - true).norm() <= bound * max(true.norm(), 1e-3)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == "bf16"):
+        got = compiled(x.cuda(), y.cuda())
+    got.backward()
+    torch.testing.assert_close(got.cpu(), want, rtol=bound, atol=0)
+    for ours, true in zip(model.parameters(), truth.parameters(), strict=True):
+        error = (ours.grad.cpu() - true.grad).norm()
+        assert error <= bound * max(true.grad.norm(), 1e-3)
 
 
 def test_a_step_waits_for_nothing(tiny):
-    run = build(resolve(configure(on_cuda(tiny, "--train.compile off"))))
+    flags = tiny("--train.device cuda --train.precision bf16 --train.compile off")
+    run = build(resolve(configure(flags)))
     for _ in range(2):
         train(run, run.step + 1)
     torch.cuda.set_sync_debug_mode("error")
@@ -80,33 +72,17 @@ def test_a_step_waits_for_nothing(tiny):
         run.loader.close()
 
 
-def test_collectives_of_one_rank_hand_back_what_they_got(tmp_path):
-    """NCCL starts, and its calls that training uses are the right ones."""
-    store = f"file://{tmp_path}/store"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1)
-    try:
-        x = torch.arange(1024.0, device="cuda")
-        dist.all_reduce(x)
-        halfway, out = torch.empty_like(x), torch.empty_like(x)
-        dist.reduce_scatter_tensor(halfway, x)
-        dist.all_gather_into_tensor(out, halfway)
-        dist.broadcast(out, 0)
-        assert torch.equal(out.cpu(), torch.arange(1024.0))
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_trains_compiled_and_resumes(tiny, tmp_path, kind, precision):
-    flags = f"--optim.kind {kind} --train.precision {precision} --model.dropout 0.1 --save-every 4"
-    Trainer(configure(on_cuda(tiny, flags))).fit()
-    losses = series(tmp_path / "run", "train_loss")
+def test_trains_compiled_and_resumes(fit, tmp_path, kind, precision):
+    flags = f"--train.device cuda --optim.kind {kind} --train.precision {precision}"
+    run = fit(flags, "--model.dropout 0.1 --save-every 4")
+    losses = series(run, "train_loss")
     assert losses[8] < losses[1]
-    again = tmp_path / "again"
-    at = tmp_path / "run" / "checkpoints" / "step_00000004"
-    Trainer(configure(["--resume", str(at), "--run-dir", str(again)])).fit()
-    for step, loss in series(again, "train_loss").items():
+    again = str(tmp_path / "again")
+    at = str(run / "checkpoints" / "step_00000004")
+    Trainer(configure(["--resume", at, "--run-dir", again])).fit()
+    for step, loss in series(tmp_path / "again", "train_loss").items():
         # sums over atomics are not in one order on a GPU
         assert loss == pytest.approx(losses[step], rel=1e-3)
 
@@ -121,9 +97,7 @@ def test_gpt2_runs_compiled_in_bf16_under_torchrun(tmp_path):
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert (manifest["precision"], manifest["compile"]) == ("bf16", True)
     last = read_records(tmp_path / "run" / "metrics.jsonl")[-2]
-    assert last["tok_per_s"] > 0
-    assert last["mfu"] > 0
-    assert last["peak_memory_gib"] > 0
+    assert min(last["tok_per_s"], last["mfu"], last["peak_memory_gib"]) > 0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -137,5 +111,4 @@ def test_our_kernels_pass_the_trial_that_auto_asks_for(precision, monkeypatch, t
     for result in results.values():
         assert result["complaints"] == []
         assert len(result["milliseconds"]) >= 2
-    [line] = said
-    assert "once" in line
+    assert len(said) == 1

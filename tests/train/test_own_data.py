@@ -1,6 +1,5 @@
 """Own datasets of torch.utils.data through the trainer: its order, ranks, masks and resuming."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -10,41 +9,32 @@ from torch.utils.data import TensorDataset
 
 import fastgpt
 from fastgpt.cli import configure
+from fastgpt.config.config import DataConfig
 from fastgpt.data.dataset import open_own
 from fastgpt.errors import UserError
 from fastgpt.model.build import build_model
 from fastgpt.ops.tables import select
-from tests.processes import ROOT
-from tests.runs import assert_same_up_to_rounding, finish, outcome, series, torchrun
+from tests.runs import assert_same_up_to_rounding, outcome, series
 
 FLAGS = (
     "--optim.kind adamw --optim.lr 1e-2 --optim.schedule constant --optim.warmup-steps 0"
     " --optim.grad-clip 0 --optim.weight-decay 0 --train.micro-batch 2 --steps 6"
 )
-SCRIPT = """
-import sys
-from fastgpt.cli import configure
-from fastgpt.faults.failure import abort_all_ranks
-from fastgpt.train.trainer import Trainer
-from tests.train.test_own_data import own
-with abort_all_ranks():
-    Trainer(configure(sys.argv[1:]), own()).fit()
-"""
 
 
-def own(vocab_size=50, train=20, **options):
+def own():
     """Random items whose numbers of targets differ, from 1 to 16."""
     generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randint(50, (train + 5, 16), generator=generator) for _ in "xy")
+    x, y = (torch.randint(50, (25, 16), generator=generator) for _ in "xy")
     y[torch.rand(y.shape, generator=generator) < torch.linspace(0, 0.9, 16)] = -100
     y[:, 0] = 3
-    sets = (TensorDataset(x[:train], y[:train]), TensorDataset(x[train:], y[train:]))
-    return fastgpt.Data(train=sets[0], val=sets[1], vocab_size=vocab_size, **options)
+    train, val = TensorDataset(x[:20], y[:20]), TensorDataset(x[20:], y[20:])
+    return fastgpt.Data(train=train, val=val, vocab_size=50)
 
 
-def trained(argv, data=None):
+def trained(argv):
     config = configure(argv)
-    fastgpt.Trainer(config, data or own()).fit()
+    fastgpt.Trainer(config, own()).fit()
     return config.run_dir
 
 
@@ -75,13 +65,10 @@ def test_losses_are_those_of_a_loop_by_hand(tiny):
     assert tokenizer.decode(tokenizer.encode("7 49")) == "7 49"
 
 
-def test_ranks_share_the_items_and_a_run_goes_on(tiny, tmp_path):
+def test_ranks_share_the_items_and_a_run_goes_on(tiny, tmp_path, ranks):
     whole = trained([*tiny(FLAGS), "--run-dir", str(tmp_path / "whole")])
-    script = tmp_path / "own.py"
-    script.write_text(SCRIPT)
-    two = [*tiny(FLAGS), "--run-dir", str(tmp_path / "two")]
-    finish(torchrun(2, str(script), *two, forks=True))
-    assert_same_up_to_rounding(tmp_path / "two", whole)
+    [two, _] = ranks(trained, [*tiny(FLAGS), "--run-dir", str(tmp_path / "two")])
+    assert_same_up_to_rounding(two, whole)
     trained([*tiny(FLAGS), "--steps", "3"])
     run = trained([*tiny(FLAGS), "--resume", "auto"])
     assert outcome(run)[1] == outcome(whole)[1]
@@ -90,32 +77,24 @@ def test_ranks_share_the_items_and_a_run_goes_on(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda d: replace(d, vocab_size=40), r"item 0: tokens have the id 4\d: expected 0 to 39"),
-        (lambda d: replace(d, vocab_size=None), "vocab_size is missing: expected it, or a token"),
-        (lambda d: replace(d, vocab_size=-1), "vocab_size is -1: expected 1 or more"),
-        (lambda d: replace(d, train=TensorDataset(*(t[:, :9] for t in d.train.tensors))),
-         r"\(train\), item 0: tokens are \(9,\) torch.int64: expected \(16,\) torch.int64"),
-        (lambda d: replace(d, val=[(torch.zeros(16), 1)]), r"tokens are \(16,\) torch.float32"),
-        (lambda d: replace(d, val=[torch.zeros(16)]), r"item 0 is Tensor: expected a pair"),
-        (lambda d: replace(d, val=[]), r"own data \(val\) is empty: expected at least one item"),
-        (lambda d: replace(d, val=[(torch.zeros(16).long(), torch.full((16,), -100))]),
-         r"\(val\), item 0: no target counts, all are -100"),
+        ({"vocab_size": 40}, r"\(train\), item 0: tokens have the id 4\d: expected 0 to 39"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        (
+            {"train": [(torch.zeros(9).long(), 1)]},
+            r"\(train\), item 0: tokens are \(9,\) torch.int",
+        ),
+        ({"val": [(torch.zeros(16), 1)]}, r"tokens are \(16,\) torch.float32"),
+        ({"val": [torch.zeros(16)]}, "item 0 is Tensor: expected a pair"),
+        ({"val": []}, r"\(val\) is empty"),
+        ({"val": [(torch.zeros(16).long(), torch.full((16,), -100))]}, r"\(val\), .* no target"),
     ],
-)  # fmt: skip
-def test_bad_items_are_named(change, said, tiny):
+)
+def test_bad_items_are_named(change, said):
     with pytest.raises(UserError, match=said):
-        fastgpt.Trainer(configure(tiny(FLAGS)), change(own()))
+        open_own(replace(own(), **change), 16, DataConfig())
 
 
-def test_random_batches_are_refused(tiny):
-    with pytest.raises(UserError, match=r"--data.sampling is lecture: own data"):
-        fastgpt.Trainer(configure(tiny("--data.sampling lecture")), own())
-
-
-def test_the_pages_example_runs(tmp_path, monkeypatch, one_thread):
-    monkeypatch.setattr("fastgpt.device.device.measured_peak", lambda *_: 1e11)
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "finetuning.md").read_text()
-    names = {}
-    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], names)
-    assert names["trainer"].run.step == 2
+def test_random_batches_are_refused():
+    with pytest.raises(UserError, match=r"--data.sampling is lecture"):
+        open_own(own(), 16, DataConfig(sampling="lecture"))
