@@ -155,7 +155,7 @@ def test_prompts_of_models_of_others_are_those_of_transformers(folder, tmp_path)
 
 
 def test_other_programs_begin_our_conversations_as_we_do(tmp_path):
-    run = saved_run(tmp_path / "run", tokenizer_of("gpt2"), vocab_size=50_257)
+    run = saved_run(tmp_path / "run", tokenizer_of("bpe"), vocab_size=500)
     kept = json.dumps({"chat_template.jinja": CHATML})
     (read(str(run)).path / "huggingface.json").write_text(kept)
     back = converted(run, tmp_path / "back", "hf")
