@@ -13,10 +13,10 @@ import torch
 
 from fastgpt.checkpoint.tensors import Weights
 from fastgpt.config.model import ModelConfig
+from fastgpt.convert.__main__ import ConvertConfig, convert
 from fastgpt.convert.families import tensors_of
 from fastgpt.convert.source import OpenedModel, load
 from fastgpt.convert.target import write_run
-from tests.convert.models import converted
 
 
 def peak() -> float:
@@ -36,8 +36,8 @@ def main(layers: int, dim: int, vocab: int) -> None:
         before = peak()
         for name, step in {
             "drawn to run": lambda: write_run(OpenedModel(run, config, weights), run),
-            "run to hf": lambda: converted(run, hf, "hf"),
-            "hf to run": lambda: converted(hf, again, "run"),
+            "run to hf": lambda: convert(ConvertConfig(source=str(run), target=hf, to="hf")),
+            "hf to run": lambda: convert(ConvertConfig(source=str(hf), target=again, to="run")),
             "loaded": lambda: load(str(hf)),
         }.items():
             step()

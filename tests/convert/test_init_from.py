@@ -95,6 +95,7 @@ def test_files_of_other_programs_need_a_tokenizer(argv, tmp_path):
     run = saved_run(tmp_path / "gpt2", vocab_size=BYTES, activation="gelu_erf")
     source = foreign(run, "nanogpt", tmp_path / "ckpt.pt")
     refused(argv(source), r"ckpt\.pt has no tokenizer")
+    refused(argv("runs/mistyped"), "runs/mistyped does not exist")
     live = started(argv(source, "--data.tokenizer bytes"))
     begins_with_the_loss_of(live, fastgpt.load(run)[0])
 

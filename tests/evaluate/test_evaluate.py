@@ -34,10 +34,14 @@ def results(run, *flags):
     return json.loads(out.read_text(), parse_constant=pytest.fail)
 
 
-def test_bits_per_byte_of_a_text_and_of_held_out_tokens(tmp_path):
+def test_bits_per_byte_of_a_text_and_of_held_out_tokens(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr("fastgpt.device.cpu._start_watching", begun.append)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     run = saved_run(tmp_path / "run", ByteTokenizer(), vocab_size=256)
     (tmp_path / "a.txt").write_text(text := "the naïve cat sat on the mat. " * 9)
     loss, _, bits = results(run, "--text", str(tmp_path / "a.txt"))
+    assert len(begun) == 1, "the CPU is set up as for training"
     ids, total = torch.tensor([*text.encode()]), 0.0
     for start in range(0, len(ids) - 1, 40):
         first = min(start, len(ids) - 41)
