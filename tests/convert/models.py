@@ -1,5 +1,6 @@
 """Small random models of Hugging Face and of ours, and their tensors in files."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -7,15 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from fastgpt.checkpoint.tensors import Weights, in_memory
 from fastgpt.cli import configure
@@ -26,30 +19,30 @@ from fastgpt.convert.target import write_run
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
 from fastgpt.model.gpt import GPT
-from fastgpt.train.build import build
+from fastgpt.train.build import Run, build
 from fastgpt.train.plan import resolve
 from tests.runs import octets
 
 V, CONTEXT = 100, 40
+TEXTS = (
+    "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n",
+    "  two  spaces\t\ttabs\r\n", "don't won't I'm 12345 x=1;y+=2", "a", "",
+    "na\u00efve caf\u00e9 \u4f60\u597d \U0001f600 \u00a0\u2003|", "\x00\x7f\ufffd",
+)  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 20,
 }  # fmt: skip
 
+LLAMA = {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False}
 OURS = {
     "gpt2": {},
     "gpt2-without-biases": {"bias": ("qkv",)},
     "gpt2-untied": {"tied": False, "activation": "relu_squared", "ffn_dim": 40},
-    "llama": {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False},
-    "qwen3": {
-        "norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False,
-        "qk_norm": "weighted", "num_kv_heads": 2, "head_size": 16,
-    },
-    "qwen3-without-weights": {
-        "norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": False,
-        "qk_norm": True, "tied": False, "norm_eps": 1e-5,
-    },
-}  # fmt: skip
+    "llama": LLAMA,
+    "qwen3": LLAMA | {"qk_norm": "weighted", "num_kv_heads": 2, "head_size": 16},
+    "qwen3-without-weights": LLAMA | {"qk_norm": True, "tied": False, "norm_eps": 1e-5},
+}
 
 
 def moved(model: torch.nn.Module) -> None:
@@ -63,19 +56,14 @@ def theirs(family: str, **options) -> PreTrainedModel:
     """Builds a model of transformers with random weights."""
     if family == "gpt2":
         sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": CONTEXT, "vocab_size": V}
-        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        model = GPT2LMHeadModel(GPT2Config(**sizes | dropouts | options))
+        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     else:
         sizes = {
             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
             "hidden_size": 32, "intermediate_size": 50, "vocab_size": V, "head_dim": 8,
             "max_position_embeddings": CONTEXT,
-        } | options  # fmt: skip
-        made = {
-            "llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config),
         }  # fmt: skip
-        build, config = made[family]
-        model = build(config(**sizes))
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes | options))
     moved(model)
     return model.eval()
 
@@ -98,6 +86,13 @@ def saved_run(
     weights = {name: x.detach().to(dtype) for name, x in model.state_dict().items()}
     write_run(OpenedModel(folder, config, in_memory(weights), tokenizer), folder)
     return folder
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    """Changes fields of a folder's config.json; None removes one."""
+    fields = json.loads((folder / "config.json").read_text()) | changes
+    kept = {name: x for name, x in fields.items() if x is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
 
 
 def converted(source: Path, target: Path, to: str, **options) -> Path:
@@ -136,10 +131,15 @@ def foreign(run: Path, kind: str, file: Path) -> Path:
     return file
 
 
+def started(argv: list[str]) -> Run:
+    """Builds what a command line asks for, without a step."""
+    return build(resolve(configure(argv)))
+
+
 def refused(argv: list[str], said: str) -> None:
     """Asserts that a run with these flags cannot start, and what the error says."""
     with pytest.raises(UserError, match=said):
-        build(resolve(configure(argv)))
+        started(argv)
 
 
 def weights(path: Path) -> Weights:

@@ -1,7 +1,6 @@
 """GGUF files: what they hold, and that llama.cpp continues a text as we do."""
 
 import inspect
-import json
 import sys
 
 import gguf
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import fastgpt
-from fastgpt.cli import configure
 from fastgpt.convert.__main__ import ConvertConfig
 from fastgpt.convert.gguf import KINDS, write_gguf
 from fastgpt.convert.gguf_reader import CUTS, _tokenizer
@@ -20,14 +18,21 @@ from fastgpt.data.tokenizers import LETTERS, Tokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import encode, template_of
 from fastgpt.sampling.templating import CHATML
-from fastgpt.train.build import build
-from fastgpt.train.plan import resolve
-from tests.convert.models import OURS, converted, files, saved, saved_run, theirs
-from tests.convert.test_vocabulary import TEXTS, WIDE
+from tests.convert.models import (
+    LLAMA,
+    OURS,
+    TEXTS,
+    change_config,
+    converted,
+    files,
+    saved,
+    saved_run,
+    theirs,
+)
 from tests.data.sets import LEARNT, texts, tokenizer_of
 
 MODELS = {
-    "gpt2": {"tied": False}, "llama": OURS["llama"] | {"num_kv_heads": 2, "head_size": 16},
+    "gpt2": {"tied": False}, "llama": LLAMA | {"num_kv_heads": 2, "head_size": 16},
     "qwen3": OURS["qwen3-without-weights"],
 }  # fmt: skip
 NAMES = {
@@ -56,12 +61,11 @@ def test_a_file_holds_the_tensors_of_hugging_faces_folder(family, dtype, tmp_pat
         x = x.T if ".c_" in same else x
         if ".attn_" in name and family == "llama":  # rows 0, 8, 1, 9, ... of each head
             x = torch.stack([x[16 * (i // 16) + i % 2 * 8 + i % 16 // 2] for i in range(len(x))])
-        values = torch.from_numpy(found[name].copy())
-        if dtype == "q8_0" and x.dim() == 2 and "position" not in name:
+        values, exact = torch.from_numpy(found[name].copy()), x.dim() == 1 or "position" in name
+        if dtype == "q8_0" and not exact:
             step = x.reshape(-1, 32).abs().amax(1, keepdim=True) / 127
             assert ((values - x).reshape(-1, 32).abs() <= 0.56 * step).all(), name
         else:
-            exact = x.dim() == 1 or "position" in name
             assert torch.equal(values, x if exact else x.to(rounded).float()), name
 
 
@@ -77,25 +81,18 @@ def test_settings_vocabulary_and_chat_template_are_in_the_file(tmp_path):
     assert fields["tokenizer.ggml.token_type"][:2] == [3, 1]  # control, normal
     names = ("chat_template", "ggml.bos_token_id", "ggml.eos_token_id")
     assert [fields[f"tokenizer.{name}"] for name in names] == ["{{ messages }}\u00e9", 3, 7]
+    bad = [{"eos_token_id": x} for x in ([], -1, 10**30)]
+    for ids in (*bad, {"bos_token_id": [1]}, {"bos_token_id": 510}):
+        change_config(folder, **{"eos_token_id": 7} | ids)
+        with pytest.raises(UserError, match="expected an id below 510"):
+            converted(folder, tmp_path / "b.gguf", "gguf")
 
 
-@pytest.mark.parametrize("ids", [{"eos_token_id": x} for x in ([], -1, 10**30)] + [
-    {"bos_token_id": [1]}, {"bos_token_id": 510},
+@pytest.mark.parametrize(("family", "dtype"), [
+    ("llama", "fp32"), ("qwen3", "bf16"), ("llama", "fp16"), ("qwen3", "q8_0"), ("llama", "q4_0"),
+    ("llama", "q4_1"),
 ])  # fmt: skip
-def test_ids_that_are_in_no_vocabulary_are_refused(ids, tmp_path):
-    folder = saved(theirs("llama", vocab_size=510), tmp_path / "a")
-    write_tokenizer(tokenizer_of("bpe"), folder, context=64)
-    settings = json.loads((folder / "config.json").read_text()) | ids
-    (folder / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"begins or ends with .*: expected an id below 510"):
-        converted(folder, tmp_path / "a.gguf", "gguf")
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_file_is_read_as_the_folder_that_it_was_made_from(
-    family, dtype, tmp_path, monkeypatch, argv
-):
+def test_a_file_is_read_as_the_folder_that_it_was_made_from(family, dtype, tmp_path, monkeypatch):
     options = {
         "hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "vocab_size": 520,
         "rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 0,
@@ -122,10 +119,6 @@ def test_a_file_is_read_as_the_folder_that_it_was_made_from(
         ids.append((*encode(tokenizer, pieces)[0].tolist(), *tokenizer.end_ids()))
         ids[-1] += tuple(tokenizer.encode("".join(TEXTS)).tolist())
     assert ids[0] == ids[1]
-    if dtype == "q4_1":
-        run = build(resolve(configure(argv(tmp_path / "a.gguf"))))
-        run.loader.close()
-        assert run.plan.config.model.rotary_base == 5e5
 
 
 def test_words_are_cut_as_the_models_own_tokenizers_do():
@@ -148,56 +141,49 @@ def test_words_are_cut_as_the_models_own_tokenizers_do():
         assert tokenizer.vocab_size == 258
 
 
-def test_other_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch):
+def test_other_files_and_a_missing_package_are_named(tmp_path, monkeypatch):
+    def refused(file, said):
+        with pytest.raises(UserError, match=said):
+            fastgpt.load(file)
+
     run = saved_run(tmp_path / "run", tokenizer_of("bpe"), vocab_size=510)
     other = converted(run, tmp_path / "other.gguf", "gguf")
-    with pytest.raises(UserError, match=r"as GGUF: general.architecture is 'gpt2': expected llama"):
-        read(str(other))
+    refused(other, "general.architecture is 'gpt2'")
     other.write_bytes(other.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"other.gguf cannot be read as GGUF: \w+Error: "):
-        read(str(other))
+    refused(other, r"other.gguf cannot be read as GGUF: \w+Error: ")
     run = saved_run(tmp_path / "b", tokenizer_of("bpe"), vocab_size=510, **MODELS["llama"])
     file = converted(run, tmp_path / "b.gguf", "gguf", dtype="q8_0")
     with monkeypatch.context() as patched:
         patched.delitem(gguf.quants._type_traits, gguf.GGMLQuantizationType.Q8_0)
-        with pytest.raises(
-            UserError, match=r"tokens.weight: .*Q8_0 is not yet implemented: expected F32, F16"
-        ):
-            fastgpt.load(file)
+        refused(file, "Q8_0 is not yet implemented: expected F32")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(
-        UserError, match=r"a GGUF file needs the package gguf: make setup EXTRAS=gguf"
-    ):
-        read(str(file))
+    refused(file, "needs the package gguf")
 
 
 @pytest.mark.parametrize(("options", "tokenizer", "dtype", "said"), [
-    ({"activation": "gelu_erf"}, "bpe", "fp16", "gelu_erf, expected gelu_tanh or swiglu"),
-    (OURS["llama"] | {"rotary_scaling": (8, 1, 4, 20)}, "bpe", "fp16", "--model.rotary-scaling"),
-    ({"softcap": 3.0}, "bpe", "fp16", "cannot express this model: --model.softcap is 3.0"),
-    ({}, "wordpiece", "fp16", "within GPT-2's words.*: this model has wordpiece"),
-    ({"dim": 40}, "bpe", "q8_0", r"shape \(500, 40\) to Q8_0: expected rows of a multiple of 32"),
+    ({"activation": "gelu_erf"}, "bpe", "fp16", "activation is gelu_erf"),
+    (LLAMA | {"rotary_scaling": (8, 1, 4, 20)}, "bpe", "fp16", "--model.rotary-scaling"),
+    ({"softcap": 3.0}, "bpe", "fp16", "--model.softcap is 3.0"),
+    ({}, "wordpiece", "fp16", "this model has wordpiece"),
+    ({"dim": 40}, "bpe", "q8_0", "expected rows of a multiple of 32"),
 ])  # fmt: skip
 def test_what_a_file_cannot_hold_is_refused(options, tokenizer, dtype, said, tmp_path):
     run = saved_run(tmp_path / "run", tokenizer_of(tokenizer), vocab_size=500, **options)
     with pytest.raises(UserError, match=said):
         converted(run, tmp_path / "a.gguf", "gguf", dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    with pytest.raises(UserError, match="--dtype is q8_0: expected fp32"):
+    with pytest.raises(UserError, match="--dtype is q8_0"):
         ConvertConfig(source="a", target=tmp_path / "b", to="hf", dtype="q8_0")
-
-
-def opened(*args, **options):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source")
-    return llama_cpp.Llama(*map(str, args), n_ctx=96, n_threads=1, verbose=False, **options)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2"])
 def test_llama_cpp_gives_the_same_ids(kind, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source")
     tokenizer = tokenizer_of(kind)
     run = saved_run(tmp_path / "run", tokenizer, vocab_size=tokenizer.vocab_size)
-    theirs = opened(converted(run, tmp_path / "a.gguf", "gguf"), vocab_only=True)
-    for text in (*TEXTS, *WIDE, *LEARNT):
+    file = converted(run, tmp_path / "a.gguf", "gguf")
+    theirs = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+    for text in (*TEXTS, *LEARNT):
         ids = theirs.tokenize(text.encode(), add_bos=False, special=False)
         assert ids == tokenizer.encode(text).tolist()
         assert theirs.detokenize(ids).decode() == text
@@ -205,6 +191,7 @@ def test_llama_cpp_gives_the_same_ids(kind, tmp_path):
 
 @pytest.mark.parametrize("family", MODELS)
 def test_llama_cpp_continues_a_text_as_we_do(family, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source")
     tokenizer, sizes = tokenizer_of("bpe"), {"dim": 64, "context": 96, "vocab_size": 500}
     run = saved_run(tmp_path / "untrained", tokenizer, **MODELS[family] | sizes)
     model, text = fastgpt.load(run)[0], tokenizer.encode(" ".join(texts(12))).astype(np.int64)
@@ -222,7 +209,8 @@ def test_llama_cpp_continues_a_text_as_we_do(family, tmp_path):
     logits = model(tokens)[0].detach().numpy()
     for dtype, error in (("fp16", 0.005), ("q8_0", 0.1)):
         file = converted(tmp_path / "run", tmp_path / f"{dtype}.gguf", "gguf", dtype=dtype)
-        theirs = opened(file, logits_all=True)
+        how = {"n_ctx": 96, "n_threads": 1, "logits_all": True, "verbose": False}
+        theirs = llama_cpp.Llama(str(file), **how)
         if dtype == "fp16":
             made = zip(theirs.generate(text[:20].tolist(), temp=0.0), range(64))
             assert [x for x, _ in made] == tokens[0, 20:].tolist()

@@ -1,11 +1,9 @@
 """Training on Windows, simulated: no make, no Triton, no symbolic links, none of POSIX's calls."""
 
-import os
 import shutil
-import subprocess
 import sys
 
-from tests.processes import ROOT
+from tests.processes import ROOT, ended
 
 LACKING = """
 import builtins, os, runpy, signal, sys
@@ -28,16 +26,13 @@ print(sys.modules["fastgpt.kernels"].__file__)
 
 
 def test_train_py_runs_where_posix_triton_and_links_are_missing(tiny, tmp_path):
-    """Git writes a link as a file that holds its target, unless Windows allows links."""
     checkout = tmp_path / "checkout"
     ignored = shutil.ignore_patterns("__pycache__", "kernels")
     shutil.copytree(ROOT / "fastgpt", checkout / "fastgpt", ignore=ignored)
-    (checkout / "fastgpt" / "kernels").write_text("../kernels")
+    (checkout / "fastgpt" / "kernels").write_text("../kernels")  # git's stand-in for a link
     for name in ("kernels", "train.py"):
         (checkout / name).symlink_to(ROOT / name)
-    done = subprocess.run(
-        [sys.executable, "-c", LACKING, *tiny("--steps 2 --eval-every 0")],
-        cwd=checkout, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True,
-    )  # fmt: skip
+    argv = tiny("--steps 2 --eval-every 0")
+    done = ended(sys.executable, "-c", LACKING, *argv, cwd=checkout, PYTHONPATH="")
     assert "done after step 2" in done.stdout, done.stderr
     assert done.stdout.endswith(f"{checkout}/kernels/__init__.py\n")

@@ -3,10 +3,8 @@
 import copy
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,14 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import fastgpt
-from fastgpt.cli import configure
 from fastgpt.convert.source import read
 from fastgpt.kernels.decode_attention import op as decode_attention_op
 from fastgpt.sampling.chat import encode, template_of
-from fastgpt.train.build import build
-from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import train
-from tests.convert.models import converted, files, same
+from tests.convert.models import converted, files, same, started
+from tests.processes import free_port
 
 pytestmark = pytest.mark.slow
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -121,17 +117,14 @@ def test_a_chat_is_that_of_transformers_alone_and_in_a_batch(theirs, ours, folde
 def test_training_goes_as_with_transformers(theirs, tmp_path, monkeypatch):
     chats = [{"prompt": f"What is {i} + {i}?", "completion": f"It is {2 * i}."} for i in range(24)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    run = build(resolve(configure([
-        "baby", *FLAGS.split(), "--init-from", str(PLACE / FILE),
-        "--data.source", str(tmp_path / "chats.jsonl"), "--run-dir", str(tmp_path / "run"),
-    ])))  # fmt: skip
+    paths = f"--data.source {tmp_path / 'chats.jsonl'} --run-dir {tmp_path / 'run'}"
+    run = started(["baby", *FLAGS.split(), "--init-from", str(PLACE / FILE), *paths.split()])
     model, optim, batches = copy.deepcopy(theirs[0]), run.plan.config.optim, []
     read_next = run.loader.next
     monkeypatch.setattr(run.loader, "next", lambda: batches.append(read_next()) or batches[-1])
-    decays = {True: optim.weight_decay, False: 0.0}
     groups = [
-        {"params": [x for x in model.parameters() if (x.dim() > 1) == wide], "weight_decay": decay}
-        for wide, decay in decays.items()
+        {"params": [x], "weight_decay": optim.weight_decay if x.dim() > 1 else 0.0}
+        for x in model.parameters()
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(optim.beta1, optim.beta2))
     first = None
@@ -151,20 +144,14 @@ def test_training_goes_as_with_transformers(theirs, tmp_path, monkeypatch):
 
 def test_openais_package_gets_the_answer_of_the_served_file(ours, folder):
     openai = pytest.importorskip("openai")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    flags = ["--port", str(port), "--slots", "1", "--device", "cpu", "--precision", "fp32"]
+    port = free_port()
+    flags = f"--port {port} --slots 1 --device cpu --precision fp32".split()
     command = [sys.executable, "-m", "fastgpt.serve", str(PLACE / FILE), *flags]
     with subprocess.Popen(command) as server:
         try:
-            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any")
-            ends = time.monotonic() + 120
-            while time.monotonic() < ends and server.poll() is None:
-                try:
-                    client.models.list()
-                    break
-                except openai.APIConnectionError:
-                    time.sleep(0.5)
+            client = openai.OpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=15
+            )
             said = client.chat.completions.create(
                 model=FILE, messages=TURNS, max_tokens=24, temperature=0
             )
