@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -42,8 +41,6 @@ OPTIONS = {
         "norm": "post-layernorm", "activation": "relu", "position": "sinusoidal", "qk_norm": True,
     },
 }  # fmt: skip
-each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-each_attention = pytest.mark.parametrize("attention", ["torch", "sdpa", "blocked"])
 
 
 def on_cpu(**asked: str) -> Ops:
@@ -67,15 +64,13 @@ def initial(config: ModelConfig = TINY, *, chosen: Ops | None = None, **options)
     return build_model(replace(config, **options), chosen or on_cpu())
 
 
-NO_DROPOUT = {name: 0.0 for name in ModelConfig.__slots__ if name.endswith("dropout")}
-
-
 def shrunk(name: str) -> ModelConfig:
     """Returns a recipe's settings with a smaller network and the same options."""
     model = RECIPES[name][1].model
     if model.dim > 64:
         model = replace(model, num_layers=2, num_heads=2, dim=64, context=16)
-    return replace(model, vocab_size=65, document_mask=False, **NO_DROPOUT)
+    no_dropout = {name: 0.0 for name in ModelConfig.__slots__ if name.endswith("dropout")}
+    return replace(model, vocab_size=65, document_mask=False, **no_dropout)
 
 
 def sharp(noise: float = 0.3, **options) -> GPT:

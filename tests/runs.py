@@ -4,19 +4,15 @@ import hashlib
 import re
 import resource
 import signal
-import sys
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
-from matplotlib.image import imread
 from safetensors.torch import load_file
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.logs.metrics import read_records
 from fastgpt.terminal import Display
-from tests.processes import ROOT, finish, read_until, torchrun  # noqa: F401
 
 # --- cut short ------------------------------------------------------------------------------------
 
@@ -55,33 +51,6 @@ def before_each(monkeypatch, owner, name, action):
         return function(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, call)
-
-
-@contextmanager
-def raised_at_line(number, error, *files, tracer=sys):
-    """Raises `error` before the `number`th line that runs in any of the source files.
-
-    Args:
-        tracer: sys, for this thread; threading, for those that begin in the context.
-    """
-    left = number
-
-    def trace(frame, event, _):
-        nonlocal left
-        if frame.f_code.co_filename not in files:
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                raise error
-        return trace
-
-    before = tracer.gettrace()
-    tracer.settrace(trace)
-    try:
-        yield
-    finally:
-        tracer.settrace(before)
 
 
 @contextmanager
@@ -130,13 +99,6 @@ def outcome(run):
     for name in sorted(weights):
         bits.update(octets(weights[name]))
     return records, bits.hexdigest()
-
-
-def assert_shows_two_curves(png):
-    """Asserts that an image has the blue and the orange of Matplotlib's first two lines."""
-    colours = np.unique(imread(png)[..., :3].reshape(-1, 3).round(2), axis=0)
-    for blue_or_orange in ((0.12, 0.47, 0.71), (1.0, 0.5, 0.05)):
-        assert np.abs(colours - blue_or_orange).max(axis=1).min() < 0.02
 
 
 def assert_same_up_to_rounding(run, expected):

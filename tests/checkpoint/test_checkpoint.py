@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import threading
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -23,11 +23,34 @@ from fastgpt.data.tokenizers import ByteTokenizer
 from fastgpt.errors import UserError
 from fastgpt.guards.nonfinite import check_weights
 from fastgpt.train.trainer import Trainer
-from tests.runs import before_each, files_of_at_most, raised_at_line
+from tests.runs import before_each, files_of_at_most
 
 FIXED = {
     "config_json": "{}", "save_tokenizer": ByteTokenizer().save, "huggingface_json": "{}",
 }  # fmt: skip
+
+
+@contextmanager
+def raised_at_line(number, error, *files):
+    """Raises `error` before the `number`th line of these files that runs in a thread begun here."""
+    left = number
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise error
+        return trace
+
+    before = threading.gettrace()
+    threading.settrace(trace)
+    try:
+        yield
+    finally:
+        threading.settrace(before)
 
 
 def content_of(step, numbers=8):
@@ -101,7 +124,7 @@ def killed_while_saving(folder, line):
     files = checkpoint.__file__, shutil.__file__
     try:
         with (
-            raised_at_line(line, Killed, *files, tracer=threading),
+            raised_at_line(line, Killed, *files),
             closing(Saver(folder, **FIXED, keep=2)) as thread,
         ):
             thread.save(3, *content_of(3))

@@ -23,7 +23,8 @@ from fastgpt.model.gpt import GPT
 from fastgpt.train.plan import resolve
 from fastgpt.train.trainer import Trainer
 from tests.data.sets import prepared
-from tests.models import initial, on_cpu, plain_logits, shrunk
+from tests.model.plain import plain_logits
+from tests.models import initial, on_cpu, shrunk
 from tests.runs import series
 
 LADDER = [name for name in RECIPES if name.startswith("lecture-")]

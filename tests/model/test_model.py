@@ -18,19 +18,20 @@ from fastgpt.model.gpt import GPT, LearnedPositions
 from fastgpt.ops import tables
 from fastgpt.ops.protocols import Ops
 from fastgpt.train.data import with_vocabulary
+from tests.model.plain import plain_logits
 from tests.models import (
     OPTIONS,
     TINY,
     build,
     draw_tokens,
-    each_attention,
-    each_option,
     initial,
     on_cpu,
-    plain_logits,
     sharp,
 )
 from tests.runs import before_each
+
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+each_attention = pytest.mark.parametrize("attention", ["torch", "sdpa", "blocked"])
 
 
 def loss_and_gradients(net, model: GPT, tokens: Tensor, targets: Tensor) -> list[Tensor]:
