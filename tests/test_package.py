@@ -250,7 +250,9 @@ def test_printed_commands_work_from_anywhere(checkout, size, said, monkeypatch):
 
 
 def test_the_commit_of_a_checkout_around_the_package_is_not_ours(monkeypatch):
-    monkeypatch.setattr(manifest, "__file__", str(ROOT / "docs" / "run" / "manifest.py"))
+    monkeypatch.setattr(
+        manifest, "__file__", str(ROOT / "docs" / "kernels" / "run" / "manifest.py")
+    )
     monkeypatch.setenv("FASTGPT_COMMIT", "abc")
     assert manifest.provenance()["commit"] == "abc"
 
