@@ -46,9 +46,6 @@ def tokenizer_of(kind: str) -> Tokenizer:
     return make_tokenizer(kind, lambda: LEARNT, vocab_size={"bpe": 500, "wordpiece": 400}.get(kind))
 
 
-# --- texts and documents --------------------------------------------------------------------------
-
-
 def texts(count: int, longest: int = 12, seed: int = 0) -> list[str]:
     """Makes `count` texts of 1 to `longest` words, all different."""
     draw, words = random.Random(seed), WORDS.split()
@@ -91,17 +88,12 @@ def write_documents(
 
 
 def prepared(out: Path, documents: list[str], tokenizer: str = "bpe", **options) -> Path:
-    """Prepares `documents` in the directory `out`, with a fifth of them held out by their hash.
-
-    257 tokens are the 256 bytes and the end of a text: sources of one alphabet share them.
-    """
+    """Prepares documents in `out`; the tokenizer bpe has the 256 bytes and the end of a text."""
     source = write_documents(out.with_name(f"{out.name}.jsonl"), documents)
     if tokenizer == "bpe":
         options["vocab_size"] = 257
     return prepare(str(source), out, tokenizer=tokenizer, val_fraction=0.2, **options)
 
-
-# --- shards ---------------------------------------------------------------------------------------
 
 FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
 """Magic number and version of llm.c's two formats, by token type, from their description alone."""

@@ -1,21 +1,16 @@
-"""Corpora: prepared ones, those in the cache, and what `python -m fastgpt.data` shows of one."""
+"""Corpora: prepared ones, those in the cache, and their verification."""
 
 import hashlib
 import json
 import os
-import re
-import sys
+import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fastgpt.config.config import DataConfig
-from fastgpt.config.recipes import RECIPES
 from fastgpt.data import preparation
 from fastgpt.data.__main__ import main
 from fastgpt.data.preparation import open_corpus, prepare
@@ -23,8 +18,7 @@ from fastgpt.data.sources import SHAKESPEARE_SHA256
 from fastgpt.data.tokenizers import CharTokenizer
 from fastgpt.errors import UserError
 from fastgpt.files import cache_dir
-from fastgpt.train.data import sample_prompt
-from tests.data.sets import flip, prepared, same_times, split_ids, texts, write_shard
+from tests.data.sets import flip, prepared, same_times, texts, write_shard
 from tests.runs import before_each, one_line_error
 
 TEXT = "".join(f"line {i} of the text, naïve\n" for i in range(100))
@@ -42,7 +36,6 @@ def opened(source, tokenizer="auto", val_fraction=0.1, **options):
 
 
 def entries():
-    """Lists the prepared corpora in the cache, without their lock files."""
     return sorted(path.name for path in (cache_dir() / "corpora").glob("[!.]*"))
 
 
@@ -50,18 +43,13 @@ def text_of(corpus):
     return corpus.tokenizer.decode(corpus.train[:]) + corpus.tokenizer.decode(corpus.val[:])
 
 
-# --- splitting and tokenizing ---------------------------------------------------------------------
-
-
 def test_builtin_is_the_standard_library():
     corpus = opened("builtin")
     data = b"".join(bytes(tokens[:].astype(np.uint8)) for tokens in (corpus.train, corpus.val))
     assert corpus.sha256 == hashlib.sha256(data).hexdigest()
     assert 7_000_000 < len(data) < 12_000_000
-    assert corpus.python == "{}.{}.{}".format(*sys.version_info[:3])
-    assert (corpus.name, corpus.tokenizer.kind) == ("builtin", "bytes")
+    assert (corpus.python, corpus.tokenizer.kind) == (platform.python_version(), "bytes")
     assert len(corpus.val) == pytest.approx(len(data) * 0.1, abs=1)
-    assert b"class JSONDecoder" in data
 
 
 def test_shakespeare_is_split_as_everyone_splits_it(shakespeare):
@@ -79,7 +67,6 @@ def test_split_counts_characters_and_bytes_are_known(text_file):
     assert chars.tokenizer.decode(chars.val[:]) == TEXT[cut:]
     expected = len(TEXT[cut:].encode()) / len(TEXT[cut:])
     assert chars.val_bytes_per_token == pytest.approx(expected)
-    assert expected > 1
     assert chars.name == "my-notes"
 
 
@@ -92,25 +79,6 @@ def test_encoding_gives_the_same_tokens_and_an_entry_of_its_own(text_file):
         found = opened(text_file, "chars", encoding=name)
         assert text_of(found) == TEXT.encode("latin-1").decode(name)
     assert len(entries()) == 4
-
-
-@pytest.mark.parametrize(
-    ("text", "words", "length"),
-    [("天地玄黃" * 99, 1, 16), ("one\n\ntwo\nsix\n" * 99, 3, 11), ("\n" * 99, 0, 1)],
-)
-def test_samples_continue_whole_words_of_the_text(tmp_path, text, words, length):
-    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
-    corpus = opened(tmp_path / "x.txt", "chars", val_fraction=0.5)
-    found = corpus.first_words()
-    assert found in text
-    assert (len(found.split()), len(found)) == (words, pytest.approx(length, abs=1))
-    for recipe, own in (("baby", "def "), ("shakespeare-cpu", "\n")):
-        config = RECIPES[recipe][1]
-        assert sample_prompt(config, corpus) == own
-        assert sample_prompt(replace(config, data=DataConfig(source="x.txt")), corpus) == found
-
-
-# --- prepared directories -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -131,24 +99,18 @@ def test_prepared_directory_is_opened_as_it_was_made(directory, tmp_path):
         opened(directory, encoding="cp1252")
     with pytest.raises(UserError, match="holds tokens already"):
         prepare(str(directory), tmp_path / "out2", tokenizer="auto", val_fraction=0.2)
-    # what earlier versions wrote: other entries, which are ignored, and a file
     older = json.loads((directory / "manifest.json").read_text())
     del older["request"], older["files"], older["held_out"]
-    older["splits"]["val"]["shards"][0]["crc32"] = [1]
     (directory / "manifest.json").write_text(json.dumps(older))
-    (directory / "progress.json").write_text("{}")
     assert opened(directory).fingerprint == corpus.fingerprint
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ("", "damaged"),
         ("[]", "damaged"),
-        ('{"format_version": 2}', "damaged"),
         ('{"format_version": 99}', "format 99, expected 2"),
         (lambda splits: splits["train"]["shards"][0].pop("sha256"), "damaged"),
-        (lambda splits: splits["val"].update(tokens=0), "damaged"),
         (lambda splits: splits["val"].update(bytes="1"), "damaged .*wrong type"),
         (lambda splits: splits["val"]["shards"][0].update(file="a/b.bin"), "damaged .*no file in"),
     ],
@@ -175,9 +137,6 @@ def test_prepared_file_of_another_preparation_is_named(directory):
         opened(directory)
 
 
-# --- the cache ------------------------------------------------------------------------------------
-
-
 def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):
     found = [opened(text_file), opened(text_file, "chars"), opened(text_file, val_fraction=0.2)]
     assert found[0].sha256 == found[2].sha256
@@ -193,23 +152,15 @@ def test_each_content_tokenizer_and_split_has_its_own_entry(text_file):
     assert len(entries()) == 6
 
 
+@pytest.mark.parametrize("name", ["train_000000.bin", "tokenizer.json", "manifest.json"])
 @pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        *product(
-            ["train_000000.bin", "tokenizer.json", "manifest.json"],
-            [Path.unlink, lambda x: os.truncate(x, 100)],
-        ),
-        ("train_000000.bin", lambda path: write_shard(path, split_ids(path.parent, "train")[:-1])),
-        ("train_000000.bin", lambda path: write_shard(path, split_ids(path.parent, "train") ^ 1)),
-    ],
+    "damage", [Path.unlink, lambda x: os.truncate(x, 100), lambda x: flip(x, -1)]
 )
 def test_damaged_entry_is_prepared_again(text_file, caplog, name, damage):
     path = opened(text_file).path / name
     damage(path)
     assert text_of(opened(text_file)) == TEXT
     assert "preparing the cached corpus again" in caplog.text
-    assert path.exists()
     assert len(entries()) == 1
 
 
@@ -230,84 +181,16 @@ def test_of_many_at_once_one_prepares_and_all_have_it(text_file, damaged, monkey
     assert len(written) == len(entries()) == 1
 
 
-# --- shown ----------------------------------------------------------------------------------------
-
-TEXTS = texts(120, longest=30)
-
-
-@pytest.fixture
-def stories(tmp_path):
-    """Directory with 120 documents in several shards."""
-    return prepared(tmp_path / "stories", TEXTS, shard_tokens=2_000)
-
-
-@pytest.fixture
-def shown(capsys):
-    """Runs the command, which must succeed; returns its output."""
-
-    def run(*argv):
-        main([str(arg) for arg in argv])
-        out, err = capsys.readouterr()
-        assert err == ""
-        return out
-
-    return run
-
-
-def row(out, name):
-    """Returns the numbers in the row `name` of the printed table."""
-    [line] = [line for line in out.splitlines() if re.match(rf"{name}  ", line)]
-    return [float(n.replace(",", "")) for n in re.findall(r"[\d,]+\.?\d*", line)]
-
-
-def test_counts_are_those_of_the_shards(stories, shown):
-    corpus, out = open_corpus(str(stories), tokenizer="auto", val_fraction=0.1), shown(stories)
-    both, eot_id = (corpus.train, corpus.val), corpus.tokenizer.eot_id
-    documents = [(tokens[:] == eot_id).sum() for tokens in both]
-    assert sum(documents) == 120
-    sizes = [split["bytes"] for split in corpus.manifest["splits"].values()]
-    assert sum(sizes) == sum(len(text.encode()) for text in TEXTS)
-    assert row(out, "tokens") == [len(tokens) for tokens in both]
-    assert row(out, "shards") == [len(list(stories.glob(f"{s}_*"))) for s in ("train", "val")]
-    assert row(out, "documents") == documents
-    assert row(out, "tokens per document") == [
-        round(len(t) / n, 1) for t, n in zip(both, documents)
-    ]
-    assert row(out, "bytes of text") == sizes
-    assert row(out, "bytes per token") == [round(n / len(t), 2) for t, n in zip(both, sizes)]
-    assert f"vocabulary 257, end of text {eot_id}, uint16" in out
-    assert f"sha256 {corpus.sha256}" in out
-
-
-def test_shards_of_another_program_are_shown(tmp_path, shown):
-    folder = tmp_path / "[bold] fineweb10B"
-    folder.mkdir()
-    write_shard(folder / "fineweb_train_000001.bin", np.arange(300) % 250)
-    write_shard(folder / "fineweb_val_000000.bin", range(100))
-    out = shown(folder, "--tokenizer", "bytes", "--verify")
-    assert row(out, "tokens") == [300, 100]
-    assert "end of text none" in out
-    assert "documents " not in out
-    assert str(folder) in out
-    assert "verified: ids of 2 shards" in out
-
-
-def test_verify_finds_what_size_and_time_hide(stories, shown, capsys):
-    count = len(list(stories.glob("*.bin")))
-    assert f"verified: sha256 and ids of {count} shards" in shown(stories, "--verify")
-    path = stories / "train_000002.bin"
+def test_verify_finds_what_size_and_time_hide(tmp_path, capsys):
+    folder = prepared(tmp_path / "stories", texts(120, longest=30), shard_tokens=2_000)
+    count, path = len(list(folder.glob("*.bin"))), folder / "train_000002.bin"
+    main([str(folder), "--verify"])
+    assert f"verified: sha256 and ids of {count} shards" in capsys.readouterr().out
     status = path.stat()
     flip(path, status.st_size - 1, bit=2)
     same_times(path, status)
-    assert "tokens" in shown(stories)
-    said = one_line_error(capsys, main, [str(stories), "--verify"])
+    main([str(folder)])
+    assert f"{len(opened(folder).train):,}" in capsys.readouterr().out
+    said = one_line_error(capsys, main, [str(folder), "--verify"])
     assert f"{path} is damaged: its sha256 is" in said
-
-
-@pytest.mark.parametrize(
-    ("argv", "word"),
-    [(["nowhere"], "no such folder"), (["."], "has no *train*.bin"), ([".", "--x"], "'--x'")],
-)
-def test_bad_input_is_one_line(capsys, argv, word, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert word in one_line_error(capsys, main, argv)
+    assert "has no *train*.bin" in one_line_error(capsys, main, [str(tmp_path)])

@@ -32,8 +32,6 @@ def whole_epoch(order, epoch=0):
     return starts
 
 
-# --- one corpus -----------------------------------------------------------------------------------
-
 PINNED = {
     ("none", "epoch"): [685, 765, 565, 585, 845],
     ("none", "random-windows"): [642, 22, 89, 654, 598],
@@ -55,10 +53,9 @@ def test_order_never_changes_and_depends_on_seed_and_epoch(align, sampling):
     assert len({sample(*case) for case in cases}) == len(cases)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 9, 10])
-def test_corpus_without_a_window_is_named(num_tokens):
-    with pytest.raises(UserError, match=f"has {num_tokens} tokens.*context 10 needs 11"):
-        SampleOrder(num_tokens, context=10, seed=0)
+def test_corpus_without_a_window_is_named():
+    with pytest.raises(UserError, match=r"has 10 tokens.*context 10 needs 11"):
+        SampleOrder(10, context=10, seed=0)
 
 
 @given(
@@ -90,7 +87,6 @@ def test_random_samples_reach_every_start_and_repeat_some(align, expected):
 
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=30)
-"""Lengths of the documents of a corpus."""
 
 
 @given(lengths=lengths, context=st.integers(1, 40), epoch=st.integers(0, 5))
@@ -114,14 +110,6 @@ def test_bos_windows_begin_with_documents_and_leave_out_one_at_most(lengths, con
         assert following in [*(s for s in fitting if s >= start + context), None, None][:2]
 
 
-def test_bos_epochs_cut_different_documents():
-    documents = np.cumsum(np.random.default_rng(0).integers(2, 60, 2_000))
-    given = {"context": 64, "seed": 0, "align": "bos", "documents": documents}
-    order = SampleOrder(int(documents[-1]) + 60, **given)
-    first, second = (set(whole_epoch(order, epoch).tolist()) for epoch in (0, 1))
-    assert 0.4 < len(first & second) / len(first) < 0.9
-
-
 @given(lengths=lengths, context=st.integers(1, 40), epoch=st.integers(0, 5))
 def test_document_samples_are_each_document_once_and_its_end(lengths, context, epoch):
     *documents, num_tokens = accumulate(lengths, initial=0)
@@ -143,13 +131,10 @@ def test_coverage_is_the_share_of_tokens_that_are_targets(align):
     assert order.coverage() == pytest.approx(len(targets) / (NUM_TOKENS - 1), abs=0.01)
 
 
-# --- mixtures -------------------------------------------------------------------------------------
-
 weights = st.lists(st.floats(0.001, 1), min_size=1, max_size=5)
 
 
 def mixed(weights, state=None, align="none", sampling="epoch"):
-    """Mixes one corpus for each weight, each in an order of its own."""
     orders = [order_of(align, sampling, seed) for seed in range(len(weights))]
     return Mixture(orders, weights, state)
 
@@ -203,9 +188,6 @@ def test_state_of_other_corpora_is_refused(sample, epoch, index, complaint):
         mixed([1, 1], {"sample": [sample], "epoch": epoch, "index": index}, align="document")
 
 
-# --- ranks ----------------------------------------------------------------------------------------
-
-
 @st.composite
 def mixtures(draw):
     """Returns a function that builds a mixture of corpora from a saved state, and their tokens."""
@@ -231,10 +213,8 @@ def mixtures(draw):
 
 
 def read(case, steps, *, world_size, accumulation, size, state=None):
-    """Reads x and y of all ranks in the documented order: (steps, global batch, 2 T).
-
-    Also returns the state after each step, with the shares (steps, micro-steps, ranks).
-    """
+    """Reads x and y of all ranks in the documented order (steps, global batch, 2 T), the state
+    after each step, and the shares (steps, micro-steps, ranks)."""
     make, corpora, context = case
     rows = size // (world_size * accumulation)
     parts, states, shares = [], [], []

@@ -1,7 +1,5 @@
 import hashlib
-import io
 import sys
-from itertools import product
 
 import numpy as np
 import pytest
@@ -53,9 +51,6 @@ def texts(path, **options):
     return [chunk.text for chunk in chunks(path, **options)]
 
 
-# --- texts ----------------------------------------------------------------------------------------
-
-
 @given(text=MIXED, chunk=st.integers(1, 9))
 @settings(max_examples=100)
 def test_parts_of_a_text_have_the_tokens_of_the_whole(tokenizer, tmp_path_factory, text, chunk):
@@ -94,36 +89,29 @@ def test_folder_is_read_as_one_text_whose_files_end_their_lines(tmp_path, small,
 
 
 ENGLISH = "One two three,\nfour five.\n" * 9
-ACCENTS = "Zwölf Boxkämpfer jagen.\n" * 9
 NO_TEXTS = {
     "gzip": PACKERS[".gz"](ENGLISH.encode()),
-    "utf-16": ENGLISH.encode("utf-16"),
     "utf-16-le": ENGLISH.encode("utf-16-le"),
-    "latin-1": ACCENTS.encode("latin-1"),
+    "latin-1": "Zwölf Boxkämpfer jagen.\n".encode("latin-1"),
     "cut": "é京".encode()[:-1],
-    "controls": b"a few words\0\0" * 99,
 }
 
 
 @pytest.mark.parametrize("raw", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "chunk"),
-    [*product(NO_TEXTS, [2**18]), *product(["gzip", "utf-16", "latin-1", "cut"], [1, 3])],
-)
-def test_what_is_no_text_is_named(tmp_path, monkeypatch, kind, raw, chunk):
+@pytest.mark.parametrize("kind", NO_TEXTS)
+def test_what_is_no_text_is_named(tmp_path, monkeypatch, kind, raw):
     (tmp_path / "x.txt").write_bytes(NO_TEXTS[kind])
-    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
-    with pytest.raises(UserError, match=r"x\.txt is not UTF-8 .* --encoding utf-16"):
-        chunks(tmp_path / "x.txt", raw=raw)
+    for chunk in (2**18, 1) if kind != "utf-16-le" else (2**18,):
+        monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
+        with pytest.raises(UserError, match=r"x\.txt is not UTF-8 .* --encoding utf-16"):
+            chunks(tmp_path / "x.txt", raw=raw)
 
 
-@pytest.mark.parametrize("text", ["天地玄黃\n", "\x1b[1mb\x1b[0m\f\x1c\b\r\n", ENGLISH + "\0"])
-def test_text_with_a_few_control_characters_is_text(tmp_path, text):
+def test_text_with_a_few_control_characters_is_text(tmp_path):
+    text = "天地玄黃\x1b[1mb\x1b[0m\f\x1c\b\r\n\0"
     (tmp_path / "x.txt").write_text(text, encoding="utf-8", newline="")
     assert "".join(texts(tmp_path / "x.txt")) == text
 
-
-# --- documents ------------------------------------------------------------------------------------
 
 PACKED = [f"{kind}{suffix}" for kind in ("jsonl", "txt") for suffix in ("", *PACKERS)]
 
@@ -154,7 +142,6 @@ def test_missing_texts_are_passed_over_and_broken_pairs_replaced(tmp_path, small
         (b'{"text": "caf\xe9"}', '{"text": "caf\N{REPLACEMENT CHARACTER}"}'),
         (b'{"a":' * 10**5, '{"a":' * 40 + "..."),
         (b'{"txt": "x", "n": 1}', '{"txt": "x", "n": 1}'),
-        (b'{"text": 1}', '{"text": 1}'),
         (b'["text"]', '["text"]'),
         (b'{"text": "%s"}' % (b"x" * 10**6), '{"text": "x'),  # no end before memory is full
     ],
@@ -172,29 +159,6 @@ def test_separator_that_never_comes_is_named_before_memory_is_full(tmp_path, mon
     (tmp_path / "x.txt").write_text("one--two--" + "three" * 30)
     with pytest.raises(UserError, match=r"x\.txt: no '--' in 100 characters:"):
         chunks(tmp_path / "x.txt", separator="--")
-
-
-@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.jsonl", "x.jsonl.zst"])
-def test_no_more_is_read_than_is_asked_for(tmp_path, monkeypatch, name):
-    noise = np.random.default_rng(0).bytes(4 * reading.CHUNK_BYTES).hex()  # it packs badly
-    parts = [noise[i : i + 1000] for i in range(0, len(noise), 1000)]
-    path = write_documents(tmp_path / name, parts, separator=" ")
-    files = []
-
-    def remembered(*args):
-        files.append(io.open(*args))  # noqa: SIM115, UP020 - reading has another open
-        return files[0]
-
-    monkeypatch.setattr(reading, "open", remembered, raising=False)
-    found = read_chunks(find_source(str(path)))
-    next(found)
-    [file] = files
-    assert 0 < file.raw.tell() <= 3 * reading.CHUNK_BYTES < path.stat().st_size
-    found.close()
-    assert file.closed
-
-
-# --- damage ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
@@ -215,12 +179,7 @@ def test_damaged_parquet_or_arrow_is_named(tmp_path, name):
     with pytest.raises(UserError, match="has no column 'body'"):
         chunks(path, field="body")
     content = path.read_bytes()
-    for damaged in (
-        content[:100],
-        content[:-300],
-        b"{}",
-        content.replace(b"first", b"fir\xff\xfe"),
-    ):
+    for damaged in (content[:100], content[:-300], content.replace(b"first", b"fir\xff\xfe")):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=rf"^cannot read .*{name}: [^\n]+$"):
             chunks(path)

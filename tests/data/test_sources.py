@@ -1,17 +1,17 @@
 """Sources by name, path or pattern, of the hub, and files that are downloaded."""
 
 import hashlib
-import socket
+import re
 import sys
 from unittest import mock
 
 import pytest
 import requests
 
-from fastgpt.data import download, reading, sources
+from fastgpt.data import reading, sources
 from fastgpt.data.download import published_file
 from fastgpt.data.preparation import open_corpus
-from fastgpt.data.sources import SHAKESPEARE_SHA256, find_source, stdlib_source
+from fastgpt.data.sources import find_source, stdlib_source
 from fastgpt.errors import UserError
 from fastgpt.files import cache_dir
 
@@ -22,8 +22,7 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path / "mine"))
     (tmp_path / "mine").mkdir()
     reading.load_splits.cache_clear()
-    yield tmp_path / "mine"
-    reading.load_splits.cache_clear()
+    return tmp_path / "mine"
 
 
 @pytest.fixture
@@ -41,18 +40,13 @@ def names(given, root):
     return [file.path.removeprefix(f"{root}/") for file in find_source(str(given)).files]
 
 
-# --- names ----------------------------------------------------------------------------------------
-
-
 def test_builtin_leaves_out_what_is_not_the_library(tmp_path, monkeypatch):
     kept = ["a.py", "a/test_x.py", "a/x.py", "b.py", "json/tool.py"]
-    dropped = [
-        "test/t.py", "a/tests/t.py", "idlelib/idle_test/t.py", "site-packages/p.py",
-        "encodings/cp037.py", "pydoc_data/topics.py", "html/entities.py", "notes.txt", "m.pyc",
-        "_sysconfigdata__linux_x86_64-linux-gnu.py", "config-3.11-x86_64/python-config.py",
-        "ensurepip/_bundled/x.py", "sitecustomize.py",
-    ]  # fmt: skip
-    write(tmp_path / "lib", *reversed(kept), *dropped)
+    dropped = (
+        "test/t.py a/tests/t.py site-packages/p.py encodings/cp037.py html/entities.py notes.txt"
+        " _sysconfigdata__linux.py config-3.11-x86_64/python-config.py ensurepip/_bundled/x.py"
+    )
+    write(tmp_path / "lib", *reversed(kept), *dropped.split())
     with pytest.raises(UserError, match="holds only 5 bytes"):
         stdlib_source(tmp_path / "lib")
     monkeypatch.setattr(sources, "STDLIB_MIN_BYTES", 5)
@@ -75,31 +69,23 @@ def test_files_of_a_named_set_in_the_data_folder_are_used(mine):
     ("source", "options", "word"),
     [
         ("shakespear", {}, "did you mean 'shakespeare'"),
-        ("qqq", {}, "unknown corpus 'qqq'"),
-        ("corpora/missing.txt", {}, "no such file or folder"),
         ("missing/*.txt", {}, "no such file or folder"),
         ("", {}, "the source is empty"),
-        ("{}/empty.txt", {}, "empty.txt' is empty"),
         ("{}/hidden", {}, "hidden' is empty"),
-        ("{}/empty.txt", {"separator": ""}, "the separator is empty"),
-        ("builtin", {"separator": "--"}, "separator '--' is for text files only"),
+        ("builtin", {"separator": ""}, "the separator is empty"),
         ("hf:one/set", {"separator": "--"}, "for text files only"),
         ("{}/x.jsonl", {"encoding": "cp1252"}, "encoding cp1252 is for text files only"),
         *(("qqq", {"encoding": name}, "is unknown") for name in ("utf-9", "rot13", "\0", "")),
-        *((name, {}, "hf:owner/name") for name in ("hf:", "hf:set", "hf:a/b/c/d", "hf:a/b@")),
+        *((name, {}, "hf:owner/name") for name in ("hf:set", "hf:a/b/c/d", "hf:a/b@")),
         ("{}/splits", {}, "more.jsonl is named neither train nor validation"),
     ],
 )
 def test_wrong_source_is_named(tmp_path, source, options, word):
     write(tmp_path, "hidden/.x", "x.jsonl")
     write(tmp_path / "splits", "train.jsonl", "val.jsonl", "more.jsonl")
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(UserError) as raised:
+    (tmp_path / "hidden" / "empty.txt").touch()
+    with pytest.raises(UserError, match=re.escape(word)):
         find_source(source.format(tmp_path), **options)
-    assert word in str(raised.value)
-
-
-# --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -120,11 +106,10 @@ def test_folder_gives_its_files_in_order_and_their_format(folder, taken, left_ou
     assert names(folder, folder) == taken.split()
 
 
-@pytest.mark.parametrize("other", ["notes.md", "d.parquet"])
-def test_files_of_several_kinds_are_refused_and_a_pattern_chooses(folder, other):
-    write(folder, "a.jsonl", "b/c.jsonl.gz", "[a].jsonl", other)
+def test_files_of_several_kinds_are_refused_and_a_pattern_chooses(folder):
+    write(folder, "a.jsonl", "b/c.jsonl.gz", "[a].jsonl", "notes.md")
     for mixed in (folder, f"{folder}/**/*"):
-        with pytest.raises(UserError, match=f"several kinds.*{folder}/{other}"):
+        with pytest.raises(UserError, match=f"several kinds.*{folder}/notes.md"):
             find_source(str(mixed))
     assert names(f"{folder}/**/*.jsonl*", folder) == ["[a].jsonl", "a.jsonl", "b/c.jsonl.gz"]
     assert names(f"{folder}/[a].jsonl", folder) == ["[a].jsonl"]  # a name is itself first
@@ -136,7 +121,6 @@ def test_files_of_several_kinds_are_refused_and_a_pattern_chooses(folder, other)
     [
         ("Tiny-train.txt Tiny-validation.txt", ["train", "val"]),
         ("train-0-of-2.txt train-1-of-2.txt val-0.txt", ["train", "train", "val"]),
-        ("train.txt more_train.txt", [None, None]),  # nothing to validate on
         ("train.txt val.txt notes.txt", [None] * 3),  # where would the third belong?
         ("trainer.txt value.txt", [None, None]),
         ("w.train.txt w.valid.txt w.test.txt", ["train", "val", "left out"]),
@@ -152,47 +136,18 @@ def test_names_tell_the_split_if_all_of_them_do(tmp_path, given, splits):
         assert dict(find_source(str(source)).files) == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "separator", "split"),
-    [
-        ("a.txt", None, "tail"),
-        ("a.txt", "--", "hash"),
-        ("a.jsonl", None, "hash"),
-        ("a.txt b.txt", None, "tail"),
-        ("train.txt val.txt", None, "named"),
-        ("train.jsonl val.jsonl", None, "named"),
-    ],
-)
-def test_what_is_held_out_follows_from_the_files(folder, given, separator, split):
-    write(folder, *given.split())
-    name = given if " " not in given else "*"
-    found = find_source(str(folder / name), separator=separator)
-    assert (found.split, found.ends_lines) == (split, name == "*")
-    assert found.plain == (split == "tail" or given == "train.txt val.txt")
-    assert find_source(str(folder)).ends_lines
-
-
-# --- the hub --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def load(monkeypatch):
-    """Replaces the network by columns of made-up splits; returns the requests."""
+    """Replaces the network by columns of made-up splits; returns a mock of the requests."""
     datasets = pytest.importorskip("datasets")
 
     def serve(size=None, **splits):
-        asked = []
         found = {name: datasets.Dataset.from_dict(columns) for name, columns in splits.items()}
-
-        def load_dataset(streaming, path, name, revision):
-            asked.append((path, name, revision))
-            if streaming:
-                return {name: rows.to_iterable_dataset() for name, rows in found.items()}
-            return found
-
+        streams = {name: rows.to_iterable_dataset() for name, rows in found.items()}
+        asked = mock.Mock(side_effect=lambda streaming, **_: streams if streaming else found)
         about = mock.Mock(info=mock.Mock(size_in_bytes=size))
         monkeypatch.setattr(datasets, "load_dataset_builder", lambda **_: about)
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        monkeypatch.setattr(datasets, "load_dataset", asked)
         return asked
 
     return serve
@@ -202,34 +157,23 @@ def texts(source):
     return [chunk.text for chunk in reading.read_chunks(source)]
 
 
-@pytest.mark.parametrize(
-    ("name", "asked", "short"),
-    [
-        ("hf:some-one/My.Set", ("some-one/My.Set", None, None), "my"),
-        ("hf:one/set/en-10BT", ("one/set", "en-10BT", None), "set-en-10bt"),
-        ("hf:one/set@refs/convert/parquet", ("one/set", None, "refs/convert/parquet"), "set"),
-        ("fineweb-edu", ("HuggingFaceFW/fineweb-edu", "sample-10BT", None), "fineweb-edu"),
-    ],
-)
-def test_name_gives_repository_configuration_and_revision(load, monkeypatch, name, asked, short):
+@pytest.mark.parametrize("size", [None, 2**60])  # which no disk has: it is streamed
+def test_name_gives_repository_configuration_and_revision(load, monkeypatch, size):
     monkeypatch.setattr(reading, "BATCH_ROWS", 2)
-    for size in (None, 2**60):  # which no disk has: it is streamed
-        calls = load(size=size, train={"id": [1, 2, 3, 4], "content": ["a", None, "", "e"]})
-        source = find_source(name, field="content")
-        assert texts(source) == ["a", "e"]
-        assert calls == [asked]  # once: it is not loaded again to be read
-        assert (source.name, source.split, source.plain) == (short, "hash", False)
-        for field in ("text", "id"):
-            with pytest.raises(UserError, match=f"has no column '{field}' .*: id .*, content"):
-                texts(find_source(name, field=field))
-        reading.load_splits.cache_clear()
+    asked = load(size=size, train={"id": [1, 2, 3, 4], "content": ["a", None, "", "e"]})
+    source = find_source("hf:one/My.Set/en-10BT@refs/convert", field="content")
+    assert texts(source) == ["a", "e"]
+    expected = {"path": "one/My.Set", "name": "en-10BT", "revision": "refs/convert"}
+    asked.assert_called_once_with(**expected, streaming=size is not None)
+    assert (source.name, source.split, source.plain) == ("my", "hash", False)
+    with pytest.raises(UserError, match="has no column 'id' of text"):
+        texts(find_source("hf:one/My.Set/en-10BT@refs/convert", field="id"))
 
 
 @pytest.mark.parametrize("validation", ["validation", "valid", "val"])
 def test_published_validation_split_is_kept(load, validation):
     load(**{"test": {"text": ["t"]}, validation: {"text": ["v"]}, "train": {"text": ["a", "b"]}})
     source = find_source("tinystories")
-    assert source.split == "named"
     assert [file.split for file in source.files] == ["train", "val"]
     assert texts(source) == ["a", "b", "v"]
     corpus = open_corpus("tinystories", tokenizer="bytes", val_fraction=0.3)
@@ -238,77 +182,55 @@ def test_published_validation_split_is_kept(load, validation):
 
 def test_set_that_cannot_be_had_is_named(load, monkeypatch, mine):
     load(test={"text": ["a"]}, dev={"text": ["b"]})
-    place = f"put them into {mine / 'fineweb'} "
-    with pytest.raises(UserError, match=f"has the splits test, dev: expected train.*{place}"):
+    with pytest.raises(UserError, match=f"splits test, dev: expected train.*{mine / 'fineweb'}"):
         find_source("fineweb")
     offline = mock.Mock(side_effect=ConnectionError("Couldn't reach\nthe hub"))
     monkeypatch.setattr("datasets.load_dataset_builder", offline)
-    with pytest.raises(UserError, match=rf"\(Couldn't reach the hub\).*{place}"):
+    with pytest.raises(UserError, match=r"\(Couldn't reach the hub\)"):
         find_source("fineweb")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=f"needs the package datasets.*{place}"):
+    with pytest.raises(UserError, match="needs the package datasets"):
         find_source("fineweb")
 
 
-# --- downloads ------------------------------------------------------------------------------------
-
-
-def fetch(content=b"content", url="http://127.0.0.1:1/x.bin"):
+def fetch(content=b"content"):
     sha256 = hashlib.sha256(content).hexdigest()
-    return published_file("x.bin", url, sha256=sha256, what="mine", instead="x.bin")
+    return published_file("x.bin", "http://x/x.bin", sha256=sha256, what="mine", instead="x.bin")
 
 
 @pytest.fixture
 def answer(monkeypatch):
-    """Replaces the network by an answer; its mock counts the requests."""
     response = requests.Response()
     response.status_code, response._content = 200, b"content"
     monkeypatch.setattr(requests, "get", mock.Mock(return_value=response))
     return response
 
 
-def test_file_is_fetched_once_and_replaced_if_it_is_another(answer, tmp_path):
+def test_file_is_fetched_once_and_replaced_if_it_is_another(answer):
     path = cache_dir() / "x.bin"
     assert [fetch(), fetch()] == [path] * 2
     assert (path.read_bytes(), requests.get.call_count) == (b"content", 1)
-    write(tmp_path, "theirs")
-    path.unlink()
-    path.symlink_to(tmp_path / "theirs")
+    path.write_bytes(b"another")
     assert fetch().read_bytes() == b"content"
-    assert (tmp_path / "theirs").read_bytes() == b"x"
     assert [*cache_dir().iterdir()] == [path]
 
 
 def test_own_file_is_taken_and_must_be_the_published_one(answer, mine):
-    write(mine, "x.bin", "tinyshakespeare.txt")
+    write(mine, "x.bin")
     assert fetch(b"x") == mine / "x.bin"
     with pytest.raises(UserError, match=r"x\.bin is not mine: its sha256 is .*, expected "):
         fetch()
-    with pytest.raises(UserError, match=f"is not tiny shakespeare.*expected {SHAKESPEARE_SHA256}"):
-        find_source("shakespeare")
     assert requests.get.call_count == 0
 
 
-@pytest.mark.parametrize(
-    ("status", "content", "reason"),
-    [(404, b"content", "404 Client Error"), (200, b"other", "it has sha256 .*, expected ")],
-)
-def test_failed_download_is_told_and_leaves_nothing(answer, mine, status, content, reason):
-    answer.status_code = status
-    with pytest.raises(UserError, match=f"^put x.bin into {mine} .*: cannot download .*{reason}"):
-        fetch(content)
+def test_failed_download_is_told_and_leaves_nothing(answer, mine):
+    with pytest.raises(UserError, match="it has sha256 "):
+        fetch(b"other")
+    answer.status_code = 404
+    with pytest.raises(UserError, match=f"^put x.bin into {mine} .*: cannot download .*404"):
+        fetch()
     assert [*cache_dir().iterdir()] == []
-
-
-def test_server_or_disk_that_refuses_is_named(monkeypatch):
+    cache_dir().rmdir()
     cache_dir().touch()
     with pytest.raises(UserError, match=r"cannot write .*cache/x"):
         fetch()
-    cache_dir().unlink()
-    monkeypatch.setattr(download, "TIMEOUTS_S", (1, 0.02))
-    with pytest.raises(UserError, match=r"x\.bin: Connection refused$"):
-        fetch()
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.bin"
-        with pytest.raises(UserError, match=f"{url}: timed out$"):
-            fetch(url=url)

@@ -1,6 +1,7 @@
 import base64
 import json
 import unicodedata
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -50,9 +51,6 @@ def gpt2():
 @pytest.fixture
 def file(tmp_path):
     return tmp_path / "tokenizer.json"
-
-
-# --- any kind -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["bytes", "chars", "gpt2", "bpe"])
@@ -113,13 +111,9 @@ def test_saved_tokenizers_are_self_sufficient(tmp_path, file, monkeypatch, kind)
     ("content", "complaint"),
     [
         (None, "no such tokenizer file"),
-        ("", "not a tokenizer file"),
         ("[]", "not a tokenizer file"),
-        ('{"kind": "chars"}', "not a tokenizer file"),
-        ('{"kind": "chars", "chars": 3}', "not a tokenizer file"),
         ('{"kind": "gpt2", "tokens": ["YQ==", "YQ=="]}', "not GPT-2's"),
         ('{"kind": "char"}', "unknown tokenizer 'char'; .* 'chars'"),
-        ('{"model": {"type": "BPE"}}', "not a tokenizer"),
         ('{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "is empty"),
     ],
 )
@@ -134,58 +128,43 @@ def test_missing_or_damaged_file_is_named(tmp_path, file, content, complaint):
     ("kind", "vocab_size", "word"),
     [
         ("byte", None, "unknown tokenizer 'byte'; did you mean 'bytes'"),
-        ("", None, "unknown tokenizer ''"),
-        ("missing/tokenizer.json", None, "unknown tokenizer 'missing/tokenizer.json'"),
         ("docs", None, "unknown tokenizer 'docs'"),
         ("gpt2", 1000, "--vocab-size is 1000: the gpt2 tokenizer has its own vocabulary"),
         ("bpe", 256, "--vocab-size is 256: expected 257 to 1,048,576"),
-        ("wordpiece", 2**40, "--vocab-size is 1099511627776"),
-        *((kind, None, f"the {kind} tokenizer needs a text") for kind in ("chars", "wordpiece")),
+        ("chars", None, "the chars tokenizer needs a text"),
     ],
 )
 def test_requests_that_cannot_be_are_found_before_any_work(kind, vocab_size, word):
     with pytest.raises(UserError, match=word):
         make_tokenizer(kind, None, vocab_size=vocab_size)
-    with pytest.raises(UserError, match="at least one character"):
-        make_tokenizer("chars", lambda: [""])
 
 
 def test_ids_are_written_as_numbers():
     tokenizer = IdTokenizer(300)
-    assert tokenizer.kind == "ids"
     assert tokenizer.encode(" 17 4\n299 ").tolist() == [17, 4, 299]
     assert tokenizer.decode([17, 4, 299]) == "17 4 299"
-    for wrong in ("300", "a", "1,2"):
+    for wrong in ("300", "a"):
         with pytest.raises(UserError, match=f"'{wrong}' is not an id: expected 0 to 299"):
             tokenizer.encode(wrong)
-    with pytest.raises(UserError, match="vocab_size is 0"):
-        IdTokenizer(0)
 
 
-def test_files_of_version_0_2_are_read(file):
-    for content, tokenizer in (
-        ('{"kind": "bytes"}', ByteTokenizer()),
-        ('{"kind": "chars", "chars": ["\\n", "a", "\\u00e9"]}', CharTokenizer("a\n\u00e9")),
-        ('{"kind": "ids", "vocab_size": 300}', IdTokenizer(300)),
+def test_files_of_version_0_2_are_read(gpt2, file, monkeypatch):
+    monkeypatch.setenv("FASTGPT_DATA", str(file.with_name("nothing")))  # without the merges
+    tokens = [base64.b64encode(gpt2.token_bytes(id)).decode() for id in range(50_256)]
+    for saved, tokenizer in (
+        ({"kind": "bytes"}, ByteTokenizer()),
+        ({"kind": "chars", "chars": ["\n", "a", "\u00e9"]}, CharTokenizer("a\n\u00e9")),
+        ({"kind": "ids", "vocab_size": 300}, IdTokenizer(300)),
+        ({"kind": "gpt2", "tokens": tokens}, gpt2),
     ):
-        file.write_text(content)
+        file.write_text(json.dumps(saved))
         loaded = load_tokenizer(file)
         assert type(loaded) is type(tokenizer)
         assert loaded.to_json() == tokenizer.to_json()
 
 
-def test_tokenizers_are_the_same_if_their_content_is():
-    assert same_tokenizer(CharTokenizer("ab"), CharTokenizer("ba"))
-    assert not same_tokenizer(CharTokenizer("ab"), CharTokenizer("ac"))
-    assert not same_tokenizer(CharTokenizer("ab"), CharTokenizer("abc"))
-
-
-# --- GPT-2's --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def theirs():
-    """Returns a function that encodes text by another library's GPT-2 tokenizer."""
     from transformers import GPT2Tokenizer as TheirTokenizer
 
     files = gpt2_files()
@@ -198,14 +177,13 @@ def test_hard_texts_have_gpt2s_ids_and_round_trip(gpt2, theirs):
     assert gpt2.encode("Hello world").tolist() == [15496, 995]
     assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
     assert gpt2.decode([50_256]) == "<|endoftext|>"
-    for text in HARD:
+    for text in (*HARD, f"a{' ' * 1_000_000}b{' ' * 20_000}7 8"):  # too many for one match
         ids = gpt2.encode(text)
         assert ids.tolist() == theirs(text), text
         assert gpt2.decode(ids) == text
 
 
 def test_code_points_of_every_class_have_gpt2s_ids(gpt2, theirs):
-    """Characters of every class get GPT-2's ids, beside letters, digits and spaces."""
     points = [*range(0x3000), *range(0x3000, 0x30000, 23), *range(0x30000, 0x110000, 997)]
     chars = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
     assert len({unicodedata.category(char) for char in chars}) == 29  # all but surrogates
@@ -219,33 +197,12 @@ def test_any_text_has_gpt2s_ids(gpt2, theirs, text):
     assert gpt2.encode(text).tolist() == theirs(text)
 
 
-def test_a_million_spaces_before_a_word(gpt2, theirs):
-    """They are too many for one match of the pattern."""
-    text = f"a{' ' * 1_000_000}b{' ' * 20_000}7 8"
-    assert gpt2.encode(text).tolist() == theirs(text)
-
-
 def test_merges_are_the_published_ones(gpt2, tmp_path, monkeypatch):
-    asked, files = [], gpt2_files()
-
-    def fetched(url, sha256, instead):
-        asked.append((url, sha256))
-        return (files / "vocab.bpe").read_bytes()
-
-    monkeypatch.setattr(download, "_download", fetched)
+    published = mock.Mock(return_value=(gpt2_files() / "vocab.bpe").read_bytes())
+    monkeypatch.setattr(download, "_download", published)
     monkeypatch.setenv("FASTGPT_DATA", str(tmp_path))
     assert make_tokenizer("gpt2", None).to_json() == gpt2.to_json()
-    assert asked == [(GPT2_URL, GPT2_SHA256)]
-    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n")
-    with pytest.raises(UserError, match=r"vocab\.bpe is not GPT-2's"):
-        make_tokenizer("gpt2", None)
-
-
-def test_a_file_of_version_0_2_is_read_without_the_merges(gpt2, file, monkeypatch):
-    monkeypatch.setenv("FASTGPT_DATA", str(file.with_name("nothing")))
-    tokens = [base64.b64encode(gpt2.token_bytes(id)).decode() for id in range(50_256)]
-    file.write_text(json.dumps({"kind": "gpt2", "tokens": tokens}))
-    assert load_tokenizer(file).to_json() == gpt2.to_json()
+    assert published.call_args[0][:2] == (GPT2_URL, GPT2_SHA256)
 
 
 def test_other_merges_are_not_taken_for_gpt2s(gpt2, file):
@@ -255,9 +212,6 @@ def test_other_merges_are_not_taken_for_gpt2s(gpt2, file):
     tokenizer, text = load_tokenizer(file), "Hello world, there"
     assert tokenizer.kind == "bpe"
     assert tokenizer.encode(text).tolist() != gpt2.encode(text).tolist()
-
-
-# --- trained --------------------------------------------------------------------------------------
 
 
 def test_bpe_learns_the_words_of_the_text_and_keeps_hard_texts():
@@ -293,9 +247,6 @@ def test_training_is_deterministic():
     assert done.stdout == tokenizer_of("bpe").to_json() + tokenizer_of("wordpiece").to_json() + "\n"
 
 
-# --- of other programs ----------------------------------------------------------------------------
-
-
 def words(vocabulary, unk="?"):
     """A tokenizer of the tokenizers library that knows whole words only."""
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=unk))
@@ -303,22 +254,18 @@ def words(vocabulary, unk="?"):
     return tokenizer
 
 
-def test_foreign_file_neither_cuts_nor_pads_nor_adds_and_is_saved_as_it_was(tmp_path, file):
+def test_foreign_file_neither_cuts_nor_pads_nor_adds_and_is_saved_as_it_was(file):
     theirs = words({"?": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4})
-    theirs.add_special_tokens(["<s>", "</s>"])
     theirs.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     theirs.enable_truncation(3)
     theirs.enable_padding(length=8)
     theirs.save(str(file))
-    assert theirs.encode("a b a b").ids == [1, 3, 2, 0, 0, 0, 0, 0]
     tokenizer = load_tokenizer(file)
     assert tokenizer.encode("a b a b").tolist() == [3, 4, 3, 4]
-    assert tokenizer.encode("").tolist() == []
     assert (tokenizer.kind, tokenizer.eot_id) == ("wordlevel", 2)
-    tokenizer.save(tmp_path / "saved.json")
-    assert (tmp_path / "saved.json").read_text() == file.read_text()
+    assert tokenizer.to_json() == file.read_text()
     theirs.save(str(file), pretty=False)
     assert same_tokenizer(load_tokenizer(file), tokenizer)
 
@@ -340,14 +287,7 @@ def test_vocabulary_covers_gaps_and_added_tokens_and_may_lack_words():
     ids = tokenizer.encode("a added")
     assert tokenizer.vocab_size == ids.max() + 1 > 70_000
     assert (ids.dtype, ids[0]) == (np.uint32, 70_000)
+    both = words({"a": 0, "[SEP]": 1, EOT_TOKENS[0]: 2})
+    assert Tokenizer(both.to_str()).eot_id == 2  # the more usual name
     with pytest.raises(UserError, match="wordlevel tokenizer cannot encode a text"):
         Tokenizer(words({"a": 0}, unk="missing").to_str()).encode("b")
-
-
-@pytest.mark.parametrize(
-    ("names", "eot"),
-    [*(([x], x) for x in EOT_TOKENS), (["[SEP]", EOT_TOKENS[0]], EOT_TOKENS[0]), ([], None)],
-)
-def test_first_of_the_usual_names_ends_a_text(names, eot):
-    vocabulary = {"?": 0, "a": 1} | {name: i for i, name in enumerate(names, start=5)}
-    assert Tokenizer(words(vocabulary).to_str()).eot_id == vocabulary.get(eot)
