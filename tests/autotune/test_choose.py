@@ -117,17 +117,6 @@ def test_attention_is_timed_in_the_form_that_the_model_calls(monkeypatch, option
     assert called.call_count == 2 * packed
 
 
-@pytest.mark.parametrize(
-    ("dropout", "residual", "dtype"), [(0.0, None, torch.float32), (0.1, "bf16", torch.bfloat16)]
-)
-def test_a_norm_is_tried_in_the_form_that_the_model_calls(dropout, residual, dtype):
-    sizes = of(dropout=dropout, dropout_places=("residual",))
-    sizes = replace(sizes, precision="bf16", residual_dtype=residual)
-    inputs = make_trial("norm", sizes, "cpu", 2, 16).inputs
-    assert ("x_bias" in inputs) == (dropout == 0)
-    assert inputs["residual"].dtype == dtype
-
-
 @pytest.fixture
 def on_cuda(monkeypatch, tmp_path):
     """Runs `choose` as on a GPU; returns what it returns, and the warnings."""
@@ -205,7 +194,3 @@ def test_other_sizes_or_kernels_are_tried_anew(monkeypatch, tmp_path):
         keys.append(choose._key(SIZES, "cuda"))
     assert len(set(keys[:4])) == 4
     assert keys[4] == keys[3]
-
-
-def test_on_a_cpu_nothing_is_tried():
-    assert choose.choose(OpsConfig(), SIZES, "cpu", partial(pytest.fail)) == ({}, {})
