@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -45,11 +45,6 @@ def test_resumed_run_equals_the_unbroken_one(fit, unbroken, monkeypatch, samplin
     assert outcome(fit(STEPS, flags, "--resume auto")) == unbroken(flags)
 
 
-def test_dropout_is_at_work(unbroken):
-    """The tests of equal runs also test its random numbers."""
-    assert unbroken()[1] != unbroken("--model.dropout 0")[1]
-
-
 def test_flags_of_a_resumed_run_reach_the_optimizers(fit):
     run = fit("--steps 2")
     flags = f"--resume {run} --steps 3 --optim.weight-decay 0.3 --optim.beta2 0.5 --optim.beta1 0.5"
@@ -78,20 +73,6 @@ def test_killed_before_its_first_checkpoint_it_starts_again_and_keeps_its_log(
     assert len(list(run.glob("events.out.*"))) == 1
 
 
-def test_crash_at_the_start_of_a_resume_leaves_the_run_resumable(fit, monkeypatch):
-    fit("--steps 4")
-    write = Path.write_text
-
-    def cut_short(self, content, *args, **kwargs):
-        write(self, content[:10], *args, **kwargs)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-        patch.setattr(Path, "write_text", cut_short)
-        fit("--resume auto")
-    assert read_records(fit("--resume auto") / "metrics.jsonl")[-1]["step"] == 8
-
-
 def test_evaluation_that_a_crash_lost_is_made_up_for(fit, unbroken, tmp_path, monkeypatch):
     def cut_short(_, record):
         if record["step"] == 8 and "val_loss" in record:
@@ -105,21 +86,15 @@ def test_evaluation_that_a_crash_lost_is_made_up_for(fit, unbroken, tmp_path, mo
     assert outcome(fit(STEPS, "--resume auto")) == unbroken()
 
 
-def test_resume_shows_where_it_starts_and_is_kept_in_the_manifest(fit, monkeypatch, capfd):
+def test_resumes_are_kept_in_the_manifest(fit, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["first"])
     run = fit("--steps 4")
     first = json.loads((run / "manifest.json").read_text())
     assert (first["command"], first["resumed_from_step"]) == (["first"], None)
     monkeypatch.setattr(sys, "argv", ["second"])
     fit("--steps 6 --optim.lr 0.1 --resume auto")
-    out = capfd.readouterr().out
-    assert f"from {run}/checkpoints/step_00000004, step 4\n" in out
-    assert out.count("changed: ") == 2
-    assert "\nchanged: optim.lr 0.004 -> 0.1\n" in out
-    assert "finished" not in out
     settings = (run / "config.json").read_bytes()
     Trainer(configure(["--resume", str(run), "--optim.muon-lr", "9"])).fit()
-    assert "this run is finished" in capfd.readouterr().out
     assert (run / "config.json").read_bytes() == settings  # no step was taken with the others
     manifest = json.loads((run / "manifest.json").read_text())
     starts = [(x["command"], x["resumed_from_step"]) for x in manifest.pop("resumes")]
@@ -139,9 +114,6 @@ def test_damaged_lines_of_the_log_and_steps_to_come_are_dropped(tmp_path):
     path.write_bytes(b"".join(json.dumps(record).encode() + b"\n" for record in good) + damaged)
     log = MetricsLog(tmp_path, 4, "title")
     assert log.records == read_records(path) == [record for record in good if record["step"] < 5]
-
-
-# --- from elsewhere -------------------------------------------------------------------------------
 
 
 def test_older_checkpoint_forks_or_sets_the_newer_ones_aside(fit, unbroken, tmp_path):
@@ -179,15 +151,9 @@ def test_auto_without_run_dir_finds_the_newest_run_of_the_recipe(tiny, tmp_path,
     assert resolve(config).resumed.step == 1
     Trainer(config).fit()
     assert set(series(newest, "train_loss")) == {1, 2, 3}
-
-
-def test_name_is_the_recipe_and_the_time(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("time.strftime", lambda _: "20240102-030405")
-    for end in ("", "-2", "-3"):
-        path = new_run_dir("baby")
-        assert path == Path(f"runs/baby-20240102-030405{end}")
-        path.mkdir(parents=True)
+    monkeypatch.setattr("time.strftime", lambda _: "20200101-000000")
+    assert new_run_dir("other") == Path("runs/other-20200101-000000")
+    assert new_run_dir("baby") == Path(f"{newest}-2")
 
 
 def test_a_batch_of_another_size_is_counted_in_tokens_and_epochs(tiny, monkeypatch):
@@ -222,48 +188,19 @@ def test_best_is_chosen_by_losses_of_the_same_text(fit, monkeypatch):
         assert checkpoint.load(run / "checkpoints" / "best").step == 4
 
 
-@pytest.mark.cpu
-def test_best_is_the_same_after_a_resume(fit, monkeypatch, tmp_path):
-    """At this learning rate the held-out loss rises above that of the untrained model."""
-    flags = f"{STEPS} --optim.kind adamw --optim.lr 3 --optim.schedule constant --eval-every 2"
-    flags += " --optim.grad-clip 0 --train.micro-batch 8"
-    whole = fit(flags, f"--run-dir {tmp_path / 'whole'}")
-    at_step(monkeypatch, 5, terminate)
-    fit(flags)
-    run = fit(flags, "--resume auto")
-    losses = {r["step"]: r["val_loss"] for r in outcome(run)[0] if "val_loss" in r and r["step"]}
-    best = min(losses, key=losses.__getitem__)
-    assert 5 < best < 12, "with these flags the best comes before the resume, or last"
-    for path in (whole, run):
-        assert checkpoint.load(path / "checkpoints" / "best").step == best
-
-
-# --- several ranks --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def saved(fit):
-    """Folder of a checkpoint."""
-    flags = "--steps 2 --eval-every 0 --train.sample-tokens 0"
-    return fit(flags) / "checkpoints" / "step_00000002"
-
-
-def test_ranks_of_a_machine_share_the_checksums(saved):
+def test_ranks_load_the_same_checkpoint_or_none_and_share_the_checksums(fit, monkeypatch):
+    saved = fit("--steps 2 --eval-every 0") / "checkpoints" / "step_00000002"
     names = list(json.loads((saved / "checkpoint.json").read_text())["sha256"])
     rank = names.index("tokenizer.json") % 2
     (saved / "tokenizer.json").write_text("damage")
     with pytest.raises(UserError, match=r"is damaged: tokenizer\.json"):
         checkpoint.load(saved, world=World(local_rank=rank, local_size=2))
-    checkpoint.load(saved, world=World(local_rank=1 - rank, local_size=2))
-
-
-@pytest.mark.parametrize(
-    "told", [("step_00000009", None), ("step_00000002", "step_00000009 is on a bad disk")]
-)
-def test_ranks_load_the_same_checkpoint_or_none(told, saved, monkeypatch):
-    monkeypatch.setattr(World, "all_gather_object", lambda _, own: [own, told])
-    with pytest.raises(UserError, match="step_00000009"):
-        checkpoint.load(saved)
+    alone = World(local_rank=1 - rank, local_size=2)
+    checkpoint.load(saved, world=alone)
+    for told in (("step_00000009", None), ("step_00000002", "step_00000009 is on a bad disk")):
+        monkeypatch.setattr(World, "all_gather_object", lambda _, own, told=told: [own, told])
+        with pytest.raises(UserError, match="step_00000009"):
+            checkpoint.load(saved, world=alone)
 
 
 def test_resumed_runs_have_the_same_bits_on_the_same_ranks(tiny, tmp_path, ranks):
