@@ -1,4 +1,4 @@
-"""Ten bugs of ten kinds, planted in the compiled code of ten kernels: each must be noticed."""
+"""Bugs planted in the compiled code of kernels, each of another kind: all must be noticed."""
 
 import json
 import re
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -21,10 +20,6 @@ from tests.processes import printed_by
 
 FULL = {"B": 1, "T": 64, "H": 1, "D": 16, "causal": False}
 OPPOSITES = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne": "eq"}
-
-
-def one_more(m: re.Match[str]) -> str:
-    return f"{m[1]}{int(m[2]) + 1};"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +44,10 @@ class Bug:
 
 def deleted(m: re.Match[str]) -> str:
     return ""
+
+
+def one_more(m: re.Match[str]) -> str:
+    return f"{m[1]}{int(m[2]) + 1};"
 
 
 PLANTED = {
@@ -159,21 +158,12 @@ def noticed(bug: Bug) -> str:
     return ""
 
 
-SCRIPT = """
-import json
-from tests.proof.execute.test_mutants import PLANTED, noticed
-
-for kind, bug in PLANTED.items():
-    print(json.dumps([kind, noticed(bug)]))
-"""
+def main() -> None:
+    print(json.dumps({kind: noticed(bug) for kind, bug in PLANTED.items()}))
 
 
-@pytest.fixture(scope="module")
-def said() -> dict[str, str]:
-    """Kind -> what was said, from one process without the interpreter."""
-    return dict(map(json.loads, printed_by(SCRIPT).splitlines()))
-
-
-@pytest.mark.parametrize("kind", PLANTED)
-def test_a_planted_bug_is_noticed(said, kind):
-    assert said[kind]
+def test_each_planted_bug_is_noticed():
+    """In a process without the interpreter."""
+    said = json.loads(printed_by(f"from {__name__} import main; main()"))
+    assert said.keys() == PLANTED.keys()
+    assert [kind for kind, text in said.items() if not text] == []
