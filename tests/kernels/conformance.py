@@ -4,7 +4,7 @@ On a CPU the kernels run in Triton's interpreter, on CUDA compiled. A check take
 device) and raises AssertionError.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
@@ -20,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fastgpt.kernels import runtime
-from fastgpt.kernels.parity import complaints
+from fastgpt.kernels.parity import Op, complaints
 from fastgpt.kernels.spec import Problem, Spec
 from tests.parity import (
     LAYOUTS,
@@ -34,6 +37,28 @@ from tests.parity import (
 )
 
 Check = Callable[[Spec, Problem, str], None]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+# --- property tests -------------------------------------------------------------------------------
+
+# It would draw constants of the source as well: other examples after each change of any line.
+providers._get_local_constants = lambda: providers._local_constants
+examples = partial(
+    settings,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # of the device, which stays
+)
+"""Decorator for property tests: every run draws the same examples."""
+ANY_DTYPE = st.sampled_from([torch.float32, torch.float16])
+
+
+def sizes(least: int, most: int, largest: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Returns a strategy for leading sizes: `least` to `most`, each 1 to `largest`."""
+    return st.lists(st.integers(1, largest), min_size=least, max_size=most).map(tuple)
+
+
+# --- calls ----------------------------------------------------------------------------------------
 
 
 def make_inputs(
@@ -112,11 +137,38 @@ def parity(spec: Spec, problem: Problem, device: str, dtype: torch.dtype = torch
     torch.manual_seed(0)  # Hypothesis does not: an example would depend on those before it
     inputs = make_inputs(spec, problem, device, dtype)
     op, ref, eager = (spec.call(f, problem, device) for f in (spec.op, spec.ref, spec.eager))
-    with launches(*spec.launches(problem)), guarded():
-        assert_parity(
-            op, ref, inputs,
-            eager=eager, gradients=spec.differentiable, terms=spec.terms(problem),
-        )  # fmt: skip
+    terms = {"gradients": spec.differentiable, "terms": spec.terms(problem)}
+    assert_kernel_parity(op, ref, inputs, spec.launches(problem), eager=eager, **terms)
+
+
+def assert_kernel_parity(
+    op: Op, ref: Op, inputs: Mapping[str, Tensor], kernels: Iterable[str], **options: Any
+) -> None:
+    """`assert_parity` with poison around every buffer, and each of `kernels` launched."""
+    with launches(*kernels), guarded():
+        assert_parity(op, ref, inputs, **options)
+
+
+def assert_dtypes_may_differ(
+    spec: Spec, problem: Problem, device: str, of_inputs: list, of_outputs: list
+) -> None:
+    """Checks the tolerance for inputs and outputs that each have a dtype of their own."""
+
+    def cast(f: Op) -> Op:
+        def call(*tensors: Tensor, **options: Any) -> Any:
+            if tensors[0].dtype != torch.float64:  # the truth
+                tensors = tuple(x.to(dtype) for x, dtype in zip(tensors, of_inputs))
+            return f(*tensors, **options)
+
+        return call
+
+    mixed = replace(spec, op=cast(spec.op), ref=cast(spec.ref), eager=cast(spec.ref))
+    # drawn in the narrowest, so that only what comes out is rounded
+    narrow = min(of_inputs, key=lambda dtype: dtype.itemsize)
+    inputs = make_inputs(mixed, problem, device, narrow)
+    outputs = several(mixed.call(mixed.op, problem, device)(*inputs.values()))
+    assert [y.dtype for y in outputs] == of_outputs
+    parity(mixed, problem, device, narrow)
 
 
 def errors_are_seen(spec: Spec, problem: Problem, device: str) -> None:
@@ -297,14 +349,10 @@ class Calls(TorchDispatchMode):
 
 
 def opcheck_passes(spec: Spec, problem: Problem, device: str) -> None:
-    op = spec.call(spec.op, problem, device)
-    assert_opcheck(spec, op, plain(make_inputs(spec, problem, device)))
-
-
-def assert_opcheck(spec: Spec, op: Callable[..., Any], inputs: list[Tensor]) -> None:
     """Runs opcheck for each registered op, forward and backward, on arguments of a real call."""
+    inputs = plain(make_inputs(spec, problem, device))
     with Calls() as calls:
-        run(spec, op, inputs)
+        run(spec, spec.call(spec.op, problem, device), inputs)
     assert calls.seen
     sizes = {x.numel() for x in inputs if x.is_floating_point()}
     for i, (func, args) in enumerate(calls.seen.items()):

@@ -3,29 +3,13 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from fastgpt.kernels.runtime import INTERPRETING
 from fastgpt.kernels.specs import SPECS
 from tests.kernels import conformance
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
+from tests.kernels.conformance import DTYPES
 
 PROVED = {name: conformance.careful(spec) for name, spec in SPECS.items() if not spec.random}
-
-
-def marks(spec, label, dtype):
-    """Marks the structural problems of an op, in two dtypes, and its typical problem in bf16.
-
-    Interpreted, fp16 differs from fp32 in the casts, which the structural problems show.
-    """
-    slow = INTERPRETING and dtype == "fp16" and label not in spec.structural
-    brief = label in spec.structural and dtype != "fp16"
-    quick = label == next(iter(spec.problems)) and dtype == "bf16"
-    return [pytest.mark.brief] * brief + [pytest.mark.quick] * quick + [pytest.mark.slow] * slow
-
-
 LONG = (
     conformance.compiles_once, conformance.opcheck_passes, conformance.offsets_may_pass_32_bits,
     conformance.strides_do_not_matter, conformance.strides_of_gradients_do_not_matter,
@@ -33,9 +17,15 @@ LONG = (
 """Checks that take the most time, of an op's wrapper more than of its kernels."""
 
 
-def is_slow(spec, label, check):
-    """Returns True for a long check of any but the first structural problem."""
-    return check in LONG and label != spec.structural[0]
+def marks(spec, label, dtype):
+    """Marks the structural problems in fp32 and bf16, and the typical one in bf16.
+
+    Interpreted, all others run every night, and by `make op` where the op is touched.
+    """
+    brief = label in spec.structural and dtype != "fp16"
+    quick = label == next(iter(spec.problems)) and dtype == "bf16"
+    given = {"brief": brief, "quick": quick, "slow": INTERPRETING and not brief}
+    return [getattr(pytest.mark, name) for name, marked in given.items() if marked]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +50,7 @@ def test_parity(name, label, dtype, device):
     [
         pytest.param(
             name, label, check, id=f"{name}-{label}-{check.__name__}",
-            marks=[pytest.mark.slow] * is_slow(spec, label, check),
+            marks=[pytest.mark.slow] * (check in LONG and label != spec.structural[0]),
         )
         for name, spec in PROVED.items()
         for label in spec.structural
@@ -79,11 +69,11 @@ def test_what_the_model_calls_on_a_cpu_is_right(name, dtype):
     conformance.parity(spec, problem, "cpu", DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.random])
 def test_random_outputs_keep_their_own_rule(name, dtype, device):
     spec = SPECS[name]
     for problem in spec.problems.values():
-        inputs = conformance.make_inputs(spec, problem, device, dtype)
+        inputs = conformance.make_inputs(spec, problem, device, DTYPES[dtype])
         y = spec.call(spec.op, problem, device)(*inputs.values())
         assert spec.random(inputs, y) == []

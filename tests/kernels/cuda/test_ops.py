@@ -43,18 +43,13 @@ def test_autocast_does_not_round_the_gradients_of_weights(dtype, bias):
     assert torch.equal(y, plain)
     assert y.dtype == dtype
     y.backward(dy.to(dtype))
-    rows, upstream = (
-        x.detach().to(dtype).double().flatten(0, 1),
-        dy.to(dtype).double().flatten(0, 1),
-    )
-    expected = [(upstream @ weight.detach().to(dtype).double()).to(dtype).view_as(x)]
-    expected += [upstream.T @ rows, *([upstream.sum(0)] if bias else [])]
-    for t, gradient in zip(inputs, expected):
+    rounded, upstream = (t.detach().to(dtype).double() for t in (x, dy))
+    rows, upstream = rounded.flatten(0, 1), upstream.flatten(0, 1)
+    of_x = (upstream @ weight.detach().to(dtype).double()).to(dtype).view_as(x)
+    for t, gradient in zip(inputs, (of_x, upstream.T @ rows, upstream.sum(0))):
         assert t.grad.dtype == torch.float32
-        tolerance = 2e-2 if t is x else 1e-4  # of x it is rounded, as ever
-        torch.testing.assert_close(
-            t.grad.double(), gradient.double(), rtol=tolerance, atol=tolerance
-        )
+        bound = 2e-2 if t is x else 1e-4  # of x it is rounded, as ever
+        torch.testing.assert_close(t.grad.double(), gradient.double(), rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("seed", [None, 3])
