@@ -27,9 +27,6 @@ def of(kind, f=bias_act):
     return lambda x, bias=None: f(x, bias, kind)
 
 
-# --- the reference --------------------------------------------------------------------------------
-
-
 @all_kinds
 def test_reference_is_the_formula_in_fp64(kind):
     x, bias = make(kind, 7, 12, dtype=torch.float64).values()
@@ -44,9 +41,6 @@ def test_reference_is_the_formula_in_fp64(kind):
     }[kind]
     torch.testing.assert_close(bias_act_ref(x, bias, kind), want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(bias_act_ref(x + bias, None, kind), want, rtol=1e-12, atol=1e-12)
-
-
-# --- errors ---------------------------------------------------------------------------------------
 
 
 @given(data=st.data())
@@ -76,9 +70,6 @@ def test_gelu_by_erf_keeps_its_tail(device):
     true = tail + z * bell / math.sqrt(2 * math.pi)
     torch.testing.assert_close(y.double(), z * tail, rtol=2e-2, atol=0)
     torch.testing.assert_close(slope.double(), true, rtol=1e-3, atol=1e-7)
-
-
-# --- values ---------------------------------------------------------------------------------------
 
 
 @all_kinds

@@ -24,9 +24,6 @@ def make(s, device="cpu", dtype=torch.float32):
     return list(inputs.values()), DECODE_ATTENTION.options(s, device)
 
 
-# --- the reference --------------------------------------------------------------------------------
-
-
 SMALL = [label for label, s in PROBLEMS.items() if s["T"] <= 70 and s["D"] <= 20]
 
 
@@ -50,9 +47,6 @@ def test_reference_is_pytorchs_attention_of_each_sequence(label):
             q1, k1, v1, attn_mask=mask, scale=options.get("scale"), enable_gqa=k.shape[1] != H
         )
         torch.testing.assert_close(out[b, Tq - new :], want[0].transpose(0, 1))
-
-
-# --- what is given --------------------------------------------------------------------------------
 
 
 @given(data=st.data())
@@ -95,9 +89,6 @@ def test_lengths_beyond_the_cache_are_cut(device):
             assert torch.equal(op(q, k, v, beyond), op(q, k, v, within))
 
 
-# --- splits ---------------------------------------------------------------------------------------
-
-
 def test_empty_splits_are_written_and_read_by_nobody(device, monkeypatch):
     monkeypatch.setattr(launcher, "splits", lambda *_: 8)
     inputs, _ = make(problem(257, 1, 16, (37,), Tq=2), device)
@@ -134,9 +125,6 @@ def test_splits_fill_the_gpu_and_no_more():
             assert all(x < 0.9 * max(filled) for x in filled[: count - 1])
     assert splits(12, 16_384, 128, slots) in range(20, 23)  # GPT-2's heads, one sequence, an H200
     assert splits(768, 16_384, 128, slots) == 1
-
-
-# --- what it refuses ------------------------------------------------------------------------------
 
 
 def test_a_gradient_is_refused_before_anything_runs(device):

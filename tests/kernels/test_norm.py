@@ -22,9 +22,6 @@ def make(name, M, N, dtype=torch.float32, device="cpu", **more):
     return conformance.make_inputs(SPEC[name], {"M": M, "N": N, **more}, device, dtype)
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
 @given(data=st.data())
 @conformance.examples(max_examples=25)
 def test_any_shape(data, device):
@@ -86,9 +83,6 @@ def test_dtypes_may_differ(name, dtypes, device):
     *of_inputs, of_y, of_sum = map(DTYPES.get, dtypes.split())
     problem = {"M": 16, "N": 120} if device == "cpu" else {"M": 16_384, "N": 1600}
     conformance.assert_dtypes_may_differ(SPEC[name], problem, device, of_inputs, [of_y, of_sum])
-
-
-# --- values ---------------------------------------------------------------------------------------
 
 
 def test_variance_takes_two_passes(device):
