@@ -17,14 +17,23 @@ LONG = (
 """Checks that take the most time, of an op's wrapper more than of its kernels."""
 
 
+FURTHER = {
+    "negative-scale", "zero-scale", "window-tail", "documents-tail", "bytes mean in place",
+    "bytes none", "one-lane-left-over none in place", "splits-pages-and-starts",
+    "two-tiles-of-rows-pages",
+}  # fmt: skip
+"""Labels of problems with branches and loops that the structural ones do not reach."""
+
+
 def marks(spec, label, dtype):
     """Marks the structural problems in fp32 and bf16, and the typical one in bf16.
 
-    Interpreted, all others run every night, and by `make op` where the op is touched.
+    Interpreted, most others run every night, and by `make op` where the op is touched.
     """
     brief = label in spec.structural and dtype != "fp16"
     quick = label == next(iter(spec.problems)) and dtype == "bf16"
-    given = {"brief": brief, "quick": quick, "slow": INTERPRETING and not brief}
+    slow = INTERPRETING and not brief and not (label in FURTHER and dtype == "fp32")
+    given = {"brief": brief, "quick": quick, "slow": slow}
     return [getattr(pytest.mark, name) for name, marked in given.items() if marked]
 
 
