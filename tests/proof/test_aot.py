@@ -16,6 +16,7 @@ from fastgpt.kernels.proof.report import OPS, flags
 from fastgpt.kernels.proof.rules import ARCHS, compare
 from tests.processes import ROOT, ended, python
 
+pytestmark = pytest.mark.xdist_group("aot")  # one worker compiles for all
 SOURCE = '''
 import torch, triton
 import triton.language as tl

@@ -7,6 +7,7 @@ import pytest
 from fastgpt.kernels.specs import SPECS
 from tests.processes import printed_by
 
+pytestmark = pytest.mark.xdist_group("variants")  # one worker counts for all
 SCRIPT = """
 import json
 import torch
