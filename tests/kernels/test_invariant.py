@@ -14,7 +14,7 @@ from fastgpt.kernels.bias_act.op import ACTIVATIONS
 from tests.parity import several
 
 
-@pytest.fixture(params=[6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.fixture(params=[8, pytest.param(300, marks=pytest.mark.slow)])
 def count(request) -> int:
     """Number of random cases; fewer where compiled code is executed on a CPU."""
     return 2 if runtime._fake_device is not None else request.param
