@@ -67,9 +67,6 @@ def step(name, tensors, **options):
 linear_step = partial(step, "linear_cross_entropy")
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_reference_is_pytorchs_own(name):
     for problem in SPECS[name].problems.values():
@@ -138,9 +135,6 @@ def test_no_digits_are_lost(factor, shift, options, inplace, device):
     conformance.assert_kernel_parity(op, cross_entropy_ref, inputs, (FWD,), **options)
 
 
-# --- targets --------------------------------------------------------------------------------------
-
-
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_targets_of_any_alignment_and_stride(name, options, dtype, kernels, device):
@@ -187,9 +181,6 @@ def test_nothing_but_ignored_targets(name, options, reduction, kernels, device):
     assert all((gradient == 0).all() for gradient in gradients)
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
 @in_place
 def test_what_is_not_finite_stays_in_its_row(inplace, device):
     logits, targets = make("cross_entropy", device, V=300).values()
@@ -220,9 +211,6 @@ def test_lowest_logits(columns, low, smoothing, reduction, name, options, kernel
     got = step(name, inputs.values(), **asked, **options)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-6, equal_nan=True)
-
-
-# --- the gradient over the logits -----------------------------------------------------------------
 
 
 @reductions
@@ -299,9 +287,6 @@ def test_logits_that_would_be_copied_are_refused(layout, M, device):
         cross_entropy(leaf, targets, inplace_grad=True)
 
 
-# --- the head: precision --------------------------------------------------------------------------
-
-
 @reductions
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_with_weights_in_fp32(dtype, reduction, kernels, device):
@@ -348,9 +333,6 @@ def test_fp16_gradients_of_many_tokens_do_not_vanish(device, plain):
     torch.testing.assert_close(dweight[1:], want, rtol=3e-3, atol=0)
 
 
-# --- the head: memory -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_strides_do_not_matter(layout, kernels, device):
     x, weight, *others = head(device)
@@ -381,9 +363,6 @@ def test_without_gradients_only_losses_are_computed(wanted, kernels, device):
     assert all(t.shape not in gradients for t in allocated)
 
 
-# --- the head: autograd ---------------------------------------------------------------------------
-
-
 @reductions
 def test_a_second_backward_is_the_same(reduction, kernels, device):
     x, weight, targets, bias = head(device)
@@ -410,8 +389,6 @@ def test_compiled_under_autocast_of_several_dtypes_and_without_gradients(kernels
             with torch.no_grad():
                 assert torch.equal(compiled(*tensors), want[0])
 
-
-# --- the head: chunks of tokens -------------------------------------------------------------------
 
 V, C = 50_304, 768
 

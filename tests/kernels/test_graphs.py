@@ -57,9 +57,6 @@ def test_inductor_sees_opaque_ops_and_no_fp64():
     assert not re.search("float64|fp64|_attention_fwd_kernel", code)
 
 
-# --- merged launches ------------------------------------------------------------------------------
-
-
 def gradients(loss, given, merged: bool) -> tuple[list[Tensor], list[str]]:
     """Returns the gradients of a compiled loss, and the names of what its backward calls."""
     graphs = []

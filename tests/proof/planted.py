@@ -70,9 +70,6 @@ def _streaming_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr, STAGES: tl.constexpr
     tl.store(y_ptr + offs, total)
 
 
-# --- what breaks a rule ---------------------------------------------------------------------------
-
-
 def product(x: Tensor, flaw: str = "none", stages: int = 2) -> Tensor:
     size = x.shape[-1]
     y = torch.empty(size, size, device=x.device)
@@ -108,9 +105,6 @@ def checked() -> dict[str, Any]:
         wrong = aot.check(configs)
     rows = {row.config: asdict(row) for row in compile_all(configs)}
     return {"wrong": wrong, "printed": printed.getvalue(), "rows": rows}
-
-
-# --- what differs from another version ------------------------------------------------------------
 
 
 def differing(folder: Path) -> dict[str, list[str]]:

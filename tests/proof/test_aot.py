@@ -159,8 +159,6 @@ def test_nothing_selected_is_an_error(monkeypatch, capsys):
     assert "no such kernel" in capsys.readouterr().out
 
 
-# --- against a commit -----------------------------------------------------------------------------
-
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c")
 
 

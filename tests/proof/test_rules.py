@@ -72,9 +72,6 @@ def test_a_kernel_that_is_gone_is_worse_and_a_new_one_must_keep_the_rules():
     assert [f.text for f in compare(nothing, spilling) if f.worse] == ["spills 8 bytes"]
 
 
-# --- machine code ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("loop", "bound", "clocks"),
     [

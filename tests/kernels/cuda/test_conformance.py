@@ -203,9 +203,6 @@ def test_compiled_by_inductor_it_is_the_same(name):
             assert all(map(torch.equal, got, run(spec, eager, inputs)))
 
 
-# --- promises of single ops -----------------------------------------------------------------------
-
-
 def test_the_mask_is_that_of_the_cpu():
     mask = kernels.attention_dropout_mask((2, 3, 100, 90), 0.3, 2**40 + 1)
     assert torch.equal(
@@ -287,8 +284,6 @@ def test_peak_memory_of_the_head_is_a_chunk_and_the_gradients():
         torch.autograd.grad(loss, (x, weight))
     assert torch.cuda.max_memory_allocated() - before < 0.9e9
 
-
-# --- NVIDIA's sanitizer ---------------------------------------------------------------------------
 
 SCRIPT = """
 import sys
