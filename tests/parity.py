@@ -14,6 +14,16 @@ from torch import Tensor
 from fastgpt.kernels.parity import TERMS, Op, complaints, outputs_and_gradients
 from fastgpt.kernels.runtime import LAUNCHES
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "batch-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "heads-first": lambda x: x.transpose(1, -2).contiguous().transpose(1, -2),
+    "every-other-column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "odd-offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+}
+"""Memory layouts of a tensor with three dimensions or more, by name; most keep its values."""
+
 
 def awkward(
     *shape: int,
@@ -33,13 +43,13 @@ def awkward(
     return strided if shape else strided[0]
 
 
+# --- the rule -------------------------------------------------------------------------------------
+
+
 def results(
     op: Op, in_dtype: torch.dtype, inputs: Mapping[str, Tensor], *, gradients: bool, **options: Any
 ) -> dict[str, Tensor]:
-    """Returns the outputs of `op` in a dtype, and with `gradients` those of the inputs, by name.
-
-    The gradients from above are random and the same for every op.
-    """
+    """Returns outputs and `gradients` by name; those from above are the same for every op."""
     dtype = next(x.dtype for x in inputs.values() if x.is_floating_point())
     generator = torch.Generator().manual_seed(1)
 
@@ -50,31 +60,17 @@ def results(
 
 
 def assert_parity(
-    op: Op,
-    ref: Op,
-    inputs: Mapping[str, Tensor],
-    *,
-    eager: Op | None = None,
-    truth_dtype: torch.dtype = torch.float64,
-    gradients: bool = True,
-    terms: int = TERMS,
-    **options: object,
-) -> None:
-    """Asserts that outputs and gradients of `op` keep the tolerance rule.
+    op: Op, ref: Op, inputs: Mapping[str, Tensor], *, eager: Op | None = None,
+    gradients: bool = True, terms: int = TERMS, **options: object,
+) -> None:  # fmt: skip
+    """Asserts that outputs and gradients of op(*inputs, **options) keep the tolerance rule.
 
-    Args:
-        op: called as op(*inputs, **options); returns a tensor or several.
-        ref: reference; the truth when run in `truth_dtype`.
-        inputs: all floating ones, of one dtype, get a gradient; the names appear in the message.
-        eager: PyTorch's own op, or its plain operations, in the inputs' dtype; `ref` by default.
-        truth_dtype: float64, or float32 where the inputs are narrower and large.
-        gradients: False where the op has none.
-        terms: see `complaints`.
+    The truth is `ref` in fp64; PyTorch's own form is `eager`, by default `ref`, in the dtype of the
+    inputs. All floating inputs get a gradient, if the op has any.
     """
     dtype = next(x.dtype for x in inputs.values() if x.is_floating_point())
     called = partial(results, inputs=inputs, gradients=gradients, **options)
-    got, torchs = called(op, dtype), called(eager or ref, dtype)
-    truth = called(ref, truth_dtype)
+    got, torchs, truth = called(op, dtype), called(eager or ref, dtype), called(ref, torch.float64)
     assert got.keys() == truth.keys(), f"{list(got)} instead of {list(truth)}"
     for name, a in got.items():
         b = torchs[name]
@@ -83,20 +79,15 @@ def assert_parity(
     assert not wrong, "\n".join(wrong)
 
 
-# --- launches and memory --------------------------------------------------------------------------
-
-
 @contextmanager
 def launches(*kernels: str) -> Iterator[None]:
     """Asserts that each of `kernels` is launched inside; if none is named, that nothing is."""
     before = Counter(LAUNCHES)
     yield
     seen = LAUNCHES - before
-    if kernels:
-        missing = [name for name in kernels if not seen[name]]
-        assert not missing, f"not launched: {', '.join(missing)}; launched: {dict(seen)}"
-    else:
-        assert not seen, f"launched: {dict(seen)}"
+    missing = [name for name in kernels if not seen[name]]
+    assert not missing, f"not launched: {', '.join(missing)}; launched: {dict(seen)}"
+    assert kernels or not seen, f"launched: {dict(seen)}"
 
 
 @contextmanager
@@ -107,48 +98,23 @@ def guarded() -> Iterator[list[Tensor]]:
     NaN (of the least number where the dtype has no NaN): elements that a kernel forgets to write
     are NaN in its output, writes outside are missing in the rows. Yields the buffers.
     """
-    empty = torch.empty
-    buffers: list[Tensor] = []
-    guards: list[tuple[Tensor, int, int]] = []
+    empty, buffers, guards = torch.empty, list[Tensor](), list[Tensor]()
 
-    def poisoned(*size, dtype=None, device=None, **options) -> Tensor:
+    def poisoned(*size, dtype=None, **options) -> Tensor:
         shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-        numel = math.prod(shape)
+        numel, dtype = math.prod(shape), dtype or torch.get_default_dtype()
         margin = 64 * -(-max(64, *shape[-1:]) // 64)  # keeps the alignment of a buffer of its own
-        dtype = dtype or torch.get_default_dtype()
-        buffer = empty(numel + 2 * margin, dtype=dtype, device=device, **options)
+        buffer = empty(numel + 2 * margin, dtype=dtype, **options)
         buffer.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).min)
-        guards.append((buffer, margin, numel))
+        guards.extend((buffer[:margin], buffer[margin + numel :]))
         buffers.append(buffer[margin : margin + numel].view(shape))
         return buffers[-1]
 
     with mock.patch.object(torch, "empty", poisoned):
         yield buffers
-    for buffer, margin, numel in guards:
-        rows = torch.cat((buffer[:margin], buffer[margin + numel :]))
+    for rows in guards:
         kept = rows.isnan() if rows.is_floating_point() else rows == torch.iinfo(rows.dtype).min
-        assert kept.all(), f"written outside of a buffer of {numel} elements"
-
-
-def assert_kernel_parity(
-    op: Op, ref: Op, inputs: Mapping[str, Tensor], *, kernels: tuple[str, ...], **options: object
-) -> None:
-    """`assert_parity` with poison around every buffer, and each of `kernels` launched."""
-    with launches(*kernels), guarded():
-        assert_parity(op, ref, inputs, **options)
-
-
-# --- calls ----------------------------------------------------------------------------------------
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda x: x.mT.contiguous().mT,
-    "batch-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "heads-first": lambda x: x.transpose(1, -2).contiguous().transpose(1, -2),
-    "every-other-column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-    "expanded": lambda x: x[:1].expand(x.shape),
-    "odd-offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
-}
-"""Memory layouts of a tensor with three dimensions or more, by name; most keep its values."""
+        assert kept.all(), "written outside of a buffer"
 
 
 def several(outputs: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -4,7 +4,7 @@ On a CPU the kernels run in Triton's interpreter, on CUDA compiled. A check take
 device) and raises AssertionError.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
@@ -20,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fastgpt.kernels import runtime
-from fastgpt.kernels.parity import complaints
+from fastgpt.kernels.parity import Op, complaints
 from fastgpt.kernels.spec import Problem, Spec
 from tests.parity import (
     LAYOUTS,
@@ -34,6 +37,28 @@ from tests.parity import (
 )
 
 Check = Callable[[Spec, Problem, str], None]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+# --- property tests -------------------------------------------------------------------------------
+
+# It would draw constants of the source as well: other examples after each change of any line.
+providers._get_local_constants = lambda: providers._local_constants
+examples = partial(
+    settings,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # of the device, which stays
+)
+"""Decorator for property tests: every run draws the same examples."""
+ANY_DTYPE = st.sampled_from([torch.float32, torch.float16])
+
+
+def sizes(least: int, most: int, largest: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Returns a strategy for leading sizes: `least` to `most`, each 1 to `largest`."""
+    return st.lists(st.integers(1, largest), min_size=least, max_size=most).map(tuple)
+
+
+# --- calls ----------------------------------------------------------------------------------------
 
 
 def make_inputs(
@@ -87,12 +112,8 @@ def assert_same(got: list[Tensor], want: list[Tensor], tolerance: float = 0) -> 
         assert a.stride() == b.stride()
 
 
-def assert_same_in_another_layout(got: list[Tensor], want: list[Tensor]) -> None:
-    """Asserts equal bits from the interpreter, and compiled equal numbers but for rounding.
-
-    Another layout is another specialisation, which reads other vectors: its sums have another
-    order, and other multiplications are fused into additions.
-    """
+def same_in_another_layout(got: list[Tensor], want: list[Tensor]) -> None:
+    """`assert_same`; compiled, other strides are another specialisation, with another order."""
     assert_same(got, want, 0 if runtime.INTERPRETING else 1e-5)
 
 
@@ -103,8 +124,8 @@ def the_reference_is_pytorchs_own(spec: Spec, problem: Problem, device: str) -> 
     """Compares in fp64, where two ways to compute the same differ by rounding alone."""
     inputs = make_inputs(spec, problem, device, torch.float64).values()
     ref, eager = (spec.call(f, problem, device) for f in (spec.ref, spec.eager))
-    for a, b in zip(run(spec, ref, inputs), run(spec, eager, inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    ours, pytorchs = run(spec, ref, inputs), run(spec, eager, inputs)
+    torch.testing.assert_close(ours, pytorchs, rtol=1e-12, atol=1e-12)
 
 
 def parity(spec: Spec, problem: Problem, device: str, dtype: torch.dtype = torch.float32) -> None:
@@ -112,11 +133,38 @@ def parity(spec: Spec, problem: Problem, device: str, dtype: torch.dtype = torch
     torch.manual_seed(0)  # Hypothesis does not: an example would depend on those before it
     inputs = make_inputs(spec, problem, device, dtype)
     op, ref, eager = (spec.call(f, problem, device) for f in (spec.op, spec.ref, spec.eager))
-    with launches(*spec.launches(problem)), guarded():
-        assert_parity(
-            op, ref, inputs,
-            eager=eager, gradients=spec.differentiable, terms=spec.terms(problem),
-        )  # fmt: skip
+    terms = {"gradients": spec.differentiable, "terms": spec.terms(problem)}
+    assert_kernel_parity(op, ref, inputs, spec.launches(problem), eager=eager, **terms)
+
+
+def assert_kernel_parity(
+    op: Op, ref: Op, inputs: Mapping[str, Tensor], kernels: Iterable[str], **options: Any
+) -> None:
+    """`assert_parity` with poison around every buffer, and each of `kernels` launched."""
+    with launches(*kernels), guarded():
+        assert_parity(op, ref, inputs, **options)
+
+
+def assert_dtypes_may_differ(
+    spec: Spec, problem: Problem, device: str, of_inputs: list, of_outputs: list
+) -> None:
+    """Checks the tolerance for inputs and outputs that each have a dtype of their own."""
+
+    def cast(f: Op) -> Op:
+        def call(*tensors: Tensor, **options: Any) -> Any:
+            if tensors[0].dtype != torch.float64:  # the truth
+                tensors = tuple(x.to(dtype) for x, dtype in zip(tensors, of_inputs))
+            return f(*tensors, **options)
+
+        return call
+
+    mixed = replace(spec, op=cast(spec.op), ref=cast(spec.ref), eager=cast(spec.ref))
+    # drawn in the narrowest, so that only what comes out is rounded
+    narrow = min(of_inputs, key=lambda dtype: dtype.itemsize)
+    inputs = make_inputs(mixed, problem, device, narrow)
+    outputs = several(mixed.call(mixed.op, problem, device)(*inputs.values()))
+    assert [y.dtype for y in outputs] == of_outputs
+    parity(mixed, problem, device, narrow)
 
 
 def errors_are_seen(spec: Spec, problem: Problem, device: str) -> None:
@@ -163,9 +211,9 @@ def strides_do_not_matter(spec: Spec, problem: Problem, device: str) -> None:
             with launches(*spec.launches(problem)), guarded():
                 got = run(spec, op, moved.values())
             same = torch.equal(moved[name], x)
-            assert_same_in_another_layout(got, want if same else run(spec, op, plain(moved)))
+            same_in_another_layout(got, want if same else run(spec, op, plain(moved)))
     vectors = [x.repeat_interleave(2)[::2] if x.dim() == 1 else x for x in contiguous.values()]
-    assert_same_in_another_layout(run(spec, op, vectors), want)
+    same_in_another_layout(run(spec, op, vectors), want)
 
 
 def strides_of_gradients_do_not_matter(spec: Spec, problem: Problem, device: str) -> None:
@@ -177,11 +225,9 @@ def strides_of_gradients_do_not_matter(spec: Spec, problem: Problem, device: str
         moved = [layout(dy) if dy.dim() > 1 else dy for dy in upstream]
         with guarded():
             got = run(spec, op, contiguous, moved)
-        if all(map(torch.equal, moved, upstream)):
-            assert_same_in_another_layout(got, want)
-        else:
-            copies = [dy.clone(memory_format=torch.contiguous_format) for dy in moved]
-            assert_same_in_another_layout(got, run(spec, op, contiguous, copies))
+        same = all(map(torch.equal, moved, upstream))
+        copies = [dy.clone(memory_format=torch.contiguous_format) for dy in moved]
+        same_in_another_layout(got, want if same else run(spec, op, contiguous, copies))
 
 
 def offsets_may_pass_32_bits(spec: Spec, problem: Problem, device: str) -> None:
@@ -202,9 +248,8 @@ def no_rows(spec: Spec, problem: Problem, device: str) -> None:
         op, ref = (spec.call(f, {**problem, **change}, device) for f in (spec.op, spec.ref))
         with launches(), guarded():
             got = run(spec, op, inputs.values())
-        for a, b in zip(got, run(spec, ref, inputs.values()), strict=True):
-            assert (a.shape, a.dtype) == (b.shape, b.dtype)
-            torch.testing.assert_close(a, b, equal_nan=True)
+        want = run(spec, ref, inputs.values())
+        torch.testing.assert_close(got, want, equal_nan=True)  # dtypes and shapes as well
 
 
 def same_input_same_bits(spec: Spec, problem: Problem, device: str) -> None:
@@ -229,8 +274,7 @@ def gradients_of_some_inputs(spec: Spec, problem: Problem, device: str) -> None:
         total = sum(y.square().sum() for y in several(op(*leaves.values())))
         return list(torch.autograd.grad(total, [leaves[name] for name in wanted]))
 
-    every = gradients(floating)
-    for name, want in zip(floating, every, strict=True):
+    for name, want in zip(floating, gradients(floating), strict=True):
         torch.testing.assert_close(gradients([name]), [want], rtol=1e-5, atol=1e-6)
 
 
@@ -274,10 +318,8 @@ def autocast_sets_the_dtype_of_outputs_alone(spec: Spec, problem: Problem, devic
             got = run(spec, op, inputs.values())
         want = run(spec, ref, inputs.values())
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.dtype == b.dtype or i >= count
+        assert a.dtype == (b.dtype if i < count else torch.float32)
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2)
-    if spec.differentiable:
-        assert all(dx.dtype == torch.float32 for dx in got[count:])
 
 
 # --- torch.compile and torch.library --------------------------------------------------------------
@@ -297,14 +339,10 @@ class Calls(TorchDispatchMode):
 
 
 def opcheck_passes(spec: Spec, problem: Problem, device: str) -> None:
-    op = spec.call(spec.op, problem, device)
-    assert_opcheck(spec, op, plain(make_inputs(spec, problem, device)))
-
-
-def assert_opcheck(spec: Spec, op: Callable[..., Any], inputs: list[Tensor]) -> None:
     """Runs opcheck for each registered op, forward and backward, on arguments of a real call."""
+    inputs = plain(make_inputs(spec, problem, device))
     with Calls() as calls:
-        run(spec, op, inputs)
+        run(spec, spec.call(spec.op, problem, device), inputs)
     assert calls.seen
     sizes = {x.numel() for x in inputs if x.is_floating_point()}
     for i, (func, args) in enumerate(calls.seen.items()):
@@ -366,8 +404,7 @@ def the_reference_runs_where_kernels_do_not(spec: Spec, problem: Problem, device
         torch.compiler.reset()
         compiled = run(spec, torch.compile(op, fullgraph=True, backend="eager"), inputs)
     for found in (got, compiled):
-        for a, b in zip(found, run(spec, ref, inputs), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, run(spec, ref, inputs), rtol=1e-5, atol=1e-5)
 
 
 # --- bad arguments --------------------------------------------------------------------------------

@@ -1,13 +1,19 @@
 """Fixtures of all kernel tests; with --execute, the choice of those that run compiled kernels."""
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+AROUND_KERNELS = {
+    "a_second_derivative_raises", "bad_arguments_are_named", "checkpointing_changes_nothing",
+    "compiles_once", "fake_tensors_need_no_kernel", "opcheck_passes",
+    "the_reference_is_pytorchs_own", "the_reference_runs_where_kernels_do_not",
+}  # fmt: skip
+"""Conformance checks of the Python code that surrounds an op's kernels."""
 
 
 @pytest.fixture(autouse=True)
@@ -20,49 +26,34 @@ def products_in_fp32() -> Iterator[None]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    archs = metafunc.config.getoption("execute")
-    if archs:
+    if archs := metafunc.config.getoption("execute"):
         metafunc.parametrize("executed", archs, indirect=True, ids=lambda arch: f"sm_{arch}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out tests of other ops than --op, and with --execute what shows nothing of kernels."""
-    here = Path(__file__).parent
-    keeps = []
-    if config.getoption("execute"):
-        keeps.append(shows_kernels)
-    if op := config.getoption("op"):
-        specs = import_module(f"fastgpt.kernels.{op}.spec").SPECS
-        keeps.append(partial(is_of, {spec.name: spec for spec in specs}))
-    left_out = [x for x in items if here in x.path.parents and not all(k(x) for k in keeps)]
+    left_out = []
+    op, compiled = config.getoption("op"), config.getoption("execute")
+    specs = import_module(f"fastgpt.kernels.{op}.spec").SPECS if op else ()
+    named = {spec.name: spec for spec in specs}
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        kept = (not op or is_of(named, params)) and (not compiled or shows_kernels(item, params))
+        if Path(__file__).parent in item.path.parents and not kept:
+            left_out.append(item)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
 
 
-AROUND_KERNELS = {
-    "a_second_derivative_raises", "bad_arguments_are_named", "checkpointing_changes_nothing",
-    "compiles_once", "fake_tensors_need_no_kernel", "opcheck_passes",
-    "the_reference_is_pytorchs_own", "the_reference_runs_where_kernels_do_not",
-}  # fmt: skip
-"""Conformance checks of the Python code that surrounds an op's kernels."""
-
-
-def is_of(specs: Mapping[str, Any], item: pytest.Item) -> bool:
+def is_of(specs: Mapping[str, Any], params: dict[str, Any]) -> bool:
     """Returns True for the conformance tests of these ops, each check on one problem alone."""
-
-    params = parameters(item)
     spec = specs.get(params.get("name", ""))
     return spec is not None and ("check" not in params or params["label"] == spec.structural[0])
 
 
-def parameters(item: pytest.Item) -> dict[str, Any]:
-    return getattr(getattr(item, "callspec", None), "params", {})
-
-
-def shows_kernels(item: pytest.Item) -> bool:
+def shows_kernels(item: pytest.Item, params: dict[str, Any]) -> bool:
     """Returns True if a test runs kernels, on its `device` or as its `kernels`, and checks them."""
     fixtures = set(getattr(item, "fixturenames", ()))
-    params = parameters(item)
     if "plain" in fixtures or params.get("kernels") == "plain":
         return False
     if getattr(params.get("check"), "__name__", "") in AROUND_KERNELS:

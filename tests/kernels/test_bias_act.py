@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fastgpt.kernels import bias_act
 from fastgpt.kernels.bias_act.op import ACTIVATIONS, bias_act_ref
 from fastgpt.kernels.bias_act.spec import BIAS_ACT, BWD, FWD
-from tests.kernels import common, conformance
-from tests.parity import assert_kernel_parity, forward_backward
+from tests.kernels import conformance
+from tests.parity import forward_backward
 
 all_kinds = pytest.mark.parametrize("kind", ACTIVATIONS)
 
@@ -25,9 +25,6 @@ def make(kind, *shape, dtype=torch.float32, device="cpu"):
 
 def of(kind, f=bias_act):
     return lambda x, bias=None: f(x, bias, kind)
-
-
-# --- the reference --------------------------------------------------------------------------------
 
 
 @all_kinds
@@ -46,35 +43,26 @@ def test_reference_is_the_formula_in_fp64(kind):
     torch.testing.assert_close(bias_act_ref(x + bias, None, kind), want, rtol=1e-12, atol=1e-12)
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
 @given(data=st.data())
-@common.examples(max_examples=25)
+@conformance.examples(max_examples=25)
 def test_any_shape(data, device):
     kind = data.draw(st.sampled_from(list(ACTIVATIONS)))
     N = data.draw(st.integers(1, 300)) * (2 if kind == "swiglu" else 1)
-    problem = {"M": data.draw(common.sizes(0, 3, 9)), "N": N, "kind": kind}
+    problem = {"M": data.draw(conformance.sizes(0, 3, 9)), "N": N, "kind": kind}
     problem["bias"] = data.draw(st.booleans())
-    conformance.parity(BIAS_ACT, problem, device, data.draw(common.DTYPES))
-
-
-MIXED = {
-    "fp16-with-fp32-bias": (torch.float16, torch.float32),
-    "bf16-with-fp32-bias": (torch.bfloat16, torch.float32),
-    "fp32-with-bf16-bias": (torch.float32, torch.bfloat16),
-}
+    conformance.parity(BIAS_ACT, problem, device, data.draw(conformance.ANY_DTYPE))
 
 
 @pytest.mark.parametrize("kind", ["gelu_tanh", "swiglu"])
-@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
-def test_dtypes_may_differ(dtypes, kind, device):
+@pytest.mark.parametrize("dtype", conformance.DTYPES)
+def test_dtypes_may_differ(dtype, kind, device):
     problem = {"M": 16, "N": 240 if kind == "swiglu" else 120, "kind": kind}
-    common.assert_dtypes_may_differ(BIAS_ACT, problem, device, dtypes, [dtypes[0]])
+    of_x, of_bias = conformance.DTYPES[dtype], torch.bfloat16 if dtype == "fp32" else torch.float32
+    conformance.assert_dtypes_may_differ(BIAS_ACT, problem, device, [of_x, of_bias], [of_x])
 
 
 def test_gelu_by_erf_keeps_its_tail(device):
-    """GELU by erf keeps its digits at -5 and -6, where 1 + erf(z / sqrt(2)) has hardly any."""
+    """At -5 and -6 the sum 1 + erf(z / sqrt(2)) has hardly any digits."""
     z = torch.linspace(-8, -1, 200, device=device)[None]
     y, slope = forward_backward(of("gelu_erf"), [z], [torch.ones_like(z)])
     z = z.double()
@@ -82,9 +70,6 @@ def test_gelu_by_erf_keeps_its_tail(device):
     true = tail + z * bell / math.sqrt(2 * math.pi)
     torch.testing.assert_close(y.double(), z * tail, rtol=2e-2, atol=0)
     torch.testing.assert_close(slope.double(), true, rtol=1e-3, atol=1e-7)
-
-
-# --- values ---------------------------------------------------------------------------------------
 
 
 @all_kinds
@@ -104,9 +89,9 @@ def test_what_is_not_finite_stays_in_its_place(value, kind, device):
 
 @all_kinds
 def test_large_inputs_lose_nothing(kind, device):
-    """Activations of large inputs, whose exponentials overflow or vanish, equal fp64's."""
+    """Their exponentials overflow or vanish."""
     x = 1e3 * make(kind, 9, 40, device=device)["x"]
-    assert_kernel_parity(of(kind), of(kind, bias_act_ref), {"x": x}, kernels=(FWD, BWD))
+    conformance.assert_kernel_parity(of(kind), of(kind, bias_act_ref), {"x": x}, (FWD, BWD))
 
 
 def test_what_is_saved_is_what_came_in(device):

@@ -8,14 +8,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from fastgpt.kernels import cross_entropy, linear_cross_entropy, runtime
+from fastgpt.kernels.cross_entropy.chunks import chunk_on_gpu, rounds, tokens_at_a_time
 from fastgpt.kernels.cross_entropy.linear import linear_cross_entropy_ref
 from fastgpt.kernels.cross_entropy.op import cross_entropy_ref
 from fastgpt.kernels.cross_entropy.spec import BWD, CROSS_ENTROPY, FWD, LINEAR_CROSS_ENTROPY
-from tests.kernels import common, conformance
-from tests.parity import LAYOUTS, assert_kernel_parity, awkward, forward_backward, guarded, launches
-from tests.processes import printed_by
+from tests.kernels import conformance
+from tests.parity import LAYOUTS, awkward, forward_backward, guarded, launches
 
 SCALE = "_cross_entropy_scale_kernel"
 SPECS = {spec.name: conformance.careful(spec) for spec in (CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)}
@@ -28,9 +29,6 @@ LOSSES = {
 every_loss = pytest.mark.parametrize(("name", "options"), LOSSES.values(), ids=LOSSES)
 in_place = pytest.mark.parametrize("inplace", [False, True], ids=["apart", "in-place"])
 reductions = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-every_problem = pytest.mark.parametrize(
-    ("name", "label"), [(name, label) for name, spec in SPECS.items() for label in spec.problems]
-)
 
 
 @pytest.fixture
@@ -69,29 +67,29 @@ def step(name, tensors, **options):
 linear_step = partial(step, "linear_cross_entropy")
 
 
-# --- errors ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", SPECS)
+def test_reference_is_pytorchs_own(name):
+    for problem in SPECS[name].problems.values():
+        if problem["V"] <= 1030:  # more columns reach no other branch of it
+            conformance.the_reference_is_pytorchs_own(SPECS[name], problem, "cpu")
 
 
-@every_problem
-def test_reference_is_pytorchs_own(name, label):
-    conformance.the_reference_is_pytorchs_own(SPECS[name], SPECS[name].problems[label], "cpu")
-
-
-@every_problem
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parity_where_no_kernel_runs(name, label, dtype, plain):
-    conformance.parity(WITHOUT_KERNELS[name], SPECS[name].problems[label], "cpu", dtype)
+@pytest.mark.parametrize("name", SPECS)
+def test_parity_where_no_kernel_runs(name, dtype, plain):
+    for problem in SPECS[name].problems.values():
+        if problem["V"] <= 70:
+            conformance.parity(WITHOUT_KERNELS[name], problem, "cpu", dtype)
 
 
 @pytest.mark.parametrize("check", conformance.checks(LINEAR_CROSS_ENTROPY))
-@pytest.mark.parametrize("label", LINEAR_CROSS_ENTROPY.structural)
-def test_the_head_conforms_where_no_kernel_runs(label, check, plain):
-    check(WITHOUT_KERNELS["linear_cross_entropy"], LINEAR_CROSS_ENTROPY.problems[label], "cpu")
+def test_the_head_conforms_where_no_kernel_runs(check, plain):
+    check(WITHOUT_KERNELS["linear_cross_entropy"], LINEAR_CROSS_ENTROPY.first, "cpu")
 
 
 @pytest.mark.parametrize("name", SPECS)
 @given(data=st.data())
-@common.examples(max_examples=20)
+@conformance.examples(max_examples=20)
 def test_any_shape(name, data, device):
     def one_of(*values):
         return data.draw(st.sampled_from(values))
@@ -102,7 +100,7 @@ def test_any_shape(name, data, device):
     # digits of the result.
     few = V < 64
     problem = {
-        "M": data.draw(common.sizes(1, 2, 5)),
+        "M": data.draw(conformance.sizes(1, 2, 5)),
         "V": V,
         "ignored": True,
         "valid_vocab": V if few else data.draw(st.integers(64, V)),
@@ -120,7 +118,7 @@ def test_any_shape(name, data, device):
             "chunk_tokens": data.draw(st.none() | number),
         }
         problem["bias"] = one_of(False, True)
-    conformance.parity(SPECS[name], problem, device, data.draw(common.DTYPES))
+    conformance.parity(SPECS[name], problem, device, data.draw(conformance.ANY_DTYPE))
 
 
 @in_place
@@ -130,17 +128,11 @@ def test_any_shape(name, data, device):
     ids=["far-from-0", "far-below-the-cap"],
 )
 def test_no_digits_are_lost(factor, shift, options, inplace, device):
-    """Losses of logits near 10,000 keep all digits, which one fp32 log-sum-exp would lose.
-
-    So would every probability; a tanh near 0 from exponentials alone, by 1e-4 of the logit.
-    """
+    """One fp32 log-sum-exp loses those of logits near 10,000, exponentials those of a tanh."""
     inputs = make("cross_entropy", device, V=300, ignored=True)
     inputs["logits"] = inputs["logits"] * factor + shift
     op = partial(SPECS["cross_entropy"].op, inplace_grad=inplace)
-    assert_kernel_parity(op, cross_entropy_ref, inputs, kernels=(FWD,), **options)
-
-
-# --- targets --------------------------------------------------------------------------------------
+    conformance.assert_kernel_parity(op, cross_entropy_ref, inputs, (FWD,), **options)
 
 
 @every_loss
@@ -157,7 +149,7 @@ def test_targets_of_any_alignment_and_stride(name, options, dtype, kernels, devi
 
 
 @every_loss
-@pytest.mark.parametrize("bad", [-1, -2, 37, 40, 2**31, 2**40, -(2**40)])
+@pytest.mark.parametrize("bad", [-1, 37, 2**31, -(2**40)])
 def test_impossible_targets_are_nan_and_read_nothing(name, options, bad, kernels, device):
     inputs, options = make(name, device, valid_vocab=37), {**options, "valid_vocab": 37}
     want = step(name, inputs.values(), reduction="none", **options)
@@ -189,9 +181,6 @@ def test_nothing_but_ignored_targets(name, options, reduction, kernels, device):
     assert all((gradient == 0).all() for gradient in gradients)
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
 @in_place
 def test_what_is_not_finite_stays_in_its_row(inplace, device):
     logits, targets = make("cross_entropy", device, V=300).values()
@@ -206,12 +195,10 @@ def test_what_is_not_finite_stays_in_its_row(inplace, device):
 
 
 @every_loss
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.6])
+@pytest.mark.parametrize(("reduction", "smoothing"), [("sum", 0.0), ("none", 0.6)])
 @pytest.mark.parametrize("low", [-math.inf, -3e38])
 @pytest.mark.parametrize("columns", [slice(3, 6), slice(None)], ids=["some", "all"])
 def test_lowest_logits(columns, low, smoothing, reduction, name, options, kernels, device):
-    """Losses and gradients of logits as low as -inf are PyTorch's in fp64."""
     inputs = make(name, device, bias=True)
     if name == "cross_entropy":
         inputs["logits"][:, columns] = low
@@ -224,9 +211,6 @@ def test_lowest_logits(columns, low, smoothing, reduction, name, options, kernel
     got = step(name, inputs.values(), **asked, **options)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-6, equal_nan=True)
-
-
-# --- the gradient over the logits -----------------------------------------------------------------
 
 
 @reductions
@@ -250,10 +234,6 @@ def test_gradient_takes_the_place_of_the_logits(reduction, dtype, kernels, devic
 
 
 def test_rows_in_place_may_be_far_apart(device):
-    """In-place gradients are right for rows that lie over 2**30 elements apart.
-
-    Few pages of the reserved memory are used.
-    """
     logits, targets = make("cross_entropy", device, torch.bfloat16, M=3).values()
     upstream = [torch.ones((), device=device)]
     want = forward_backward(cross_entropy, [logits, targets], upstream)
@@ -307,9 +287,6 @@ def test_logits_that_would_be_copied_are_refused(layout, M, device):
         cross_entropy(leaf, targets, inplace_grad=True)
 
 
-# --- the head: precision --------------------------------------------------------------------------
-
-
 @reductions
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_with_weights_in_fp32(dtype, reduction, kernels, device):
@@ -345,12 +322,7 @@ def test_the_weights_gradient_adds_up_in_fp32(kernels, device):
 
 
 def test_fp16_gradients_of_many_tokens_do_not_vanish(device, plain):
-    """fp16 gradients of a mean over 16,384 tokens do not vanish.
-
-    1 / 16384 of a probability of 1 / 1000 is fp16's least number, so the mean's factor comes last.
-
-    For so many rows the interpreter is too slow.
-    """
+    """1 / 16384 of a probability of 1 / 1000 is fp16's least number: the factor comes last."""
     M, V = 16_384, 1000
     x = torch.full((M, 1), 0.01, dtype=torch.float16, device=device)
     weight = torch.zeros(V, 1, device=device)
@@ -359,9 +331,6 @@ def test_fp16_gradients_of_many_tokens_do_not_vanish(device, plain):
     dweight = forward_backward(linear_cross_entropy, [x, weight, targets], upstream)[2]
     want = torch.full((V - 1, 1), 0.01 / V, device=device)
     torch.testing.assert_close(dweight[1:], want, rtol=3e-3, atol=0)
-
-
-# --- the head: memory -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -394,9 +363,6 @@ def test_without_gradients_only_losses_are_computed(wanted, kernels, device):
     assert all(t.shape not in gradients for t in allocated)
 
 
-# --- the head: autograd ---------------------------------------------------------------------------
-
-
 @reductions
 def test_a_second_backward_is_the_same(reduction, kernels, device):
     x, weight, targets, bias = head(device)
@@ -424,23 +390,41 @@ def test_compiled_under_autocast_of_several_dtypes_and_without_gradients(kernels
                 assert torch.equal(compiled(*tensors), want[0])
 
 
-# --- ahead of time --------------------------------------------------------------------------------
+V, C = 50_304, 768
 
 
-LOOPS = """
-from fastgpt.kernels.proof.compile import compile_all
-from fastgpt.kernels.proof.report import configs_of
-label = "V=50304 bf16 valid=50257 in place"
-for row in compile_all(config for config in configs_of([90]) if config.label == label):
-    print([(loop.units["global"], loop.bytes // (32 * 16)) for loop in row.loops])
-"""
+@pytest.mark.parametrize(
+    ("M", "asked", "columns", "tokens"),
+    [(4096, 0, V, 256), (300, 0, V, 256), (4096, 77, V, 77), (4096, 0, 10**9, 1)],
+)
+def test_chunks_on_a_cpu_follow_from_a_budget(M, asked, columns, tokens):
+    x, weight = (torch.empty(1, C).expand(rows, C) for rows in (M, columns))
+    assert tokens_at_a_time(x, weight, asked) == tokens
 
 
-def test_padded_rows_are_read_and_written_16_bytes_at_a_time():
-    """Rows of a padded vocabulary are read and written 16 bytes at a time.
+@pytest.mark.parametrize(
+    ("M", "most", "processors", "tokens"),
+    [
+        (65_536, 16_862, 132, 16_768),  # H100, bf16
+        (16_384, 16_862, 132, 16_384),
+        (65_536, 5760, 132, 5632),  # 132 tiles of x's gradient, where 4096 tokens have 96
+        (5000, 5760, 132, 5120),
+        (100, 5760, 132, 128),
+    ],
+)
+def test_chunks_on_a_gpu_fill_its_multiprocessors(M, most, processors, tokens):
+    assert chunk_on_gpu(M, V, C, most, processors) == tokens
 
-    A mask at column 50,257 lies inside a vector, and would turn one access into eight.
-    """
-    # the loss reads, the gradient reads and writes: each over whole blocks (2 vectors a lane) and
-    # over the rest (1)
-    assert printed_by(LOOPS) == f"{[(n, n) for n in (2, 1, 4, 2)]}\n"
+
+@pytest.mark.parametrize(("columns", "tokens"), [(V, 16_384), (10**9, 1)])
+def test_chunks_on_a_gpu_take_a_share_of_its_memory(columns, tokens):
+    with runtime.recording(90), FakeTensorMode():  # as if on an H100
+        x = torch.empty(16_384, C, dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty(columns, C, device="cuda")
+        assert tokens_at_a_time(x, weight, 0) == tokens
+
+
+def test_rounds_count_the_waves_of_three_products():
+    # 4 x 1, 4 x 2 and 1 x 2 tiles of 128 x 256 on 4 multiprocessors; then half as many rows
+    assert rounds(512, 512, 256, 512, processors=4) == 1 * 512 + 2 * 256 + 1 * 512
+    assert rounds(768, 512, 256, 512, processors=4) == 1536 + 1 * 512 + 1 * 256 + 1 * 256

@@ -29,14 +29,12 @@ def test_the_four_draws_of_a_number_are_independent():
     assert abs(after) < 5 / math.sqrt(draws.numel())
 
 
-INPUTS = {
-    **{str(shape): torch.ones(shape) for shape in [(), (0,), (1,), (3,), (2, 3, 7), (4, 0, 2)]},
-    "strided": torch.arange(1.0, 61).view(6, 10).T,
-}
+SHAPES = [(), (0,), (1,), (3,), (2, 3, 7), (4, 0, 2)]
+INPUTS = [*map(torch.ones, SHAPES), torch.arange(1.0, 61).view(6, 10).T]
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
+@pytest.mark.parametrize("x", INPUTS, ids=lambda x: str(tuple(x.shape)))
 def test_input_and_gradient_go_through_the_mask_of_the_seed(x, p):
     x = x.clone().requires_grad_()
     torch.manual_seed(7)
@@ -48,8 +46,4 @@ def test_input_and_gradient_go_through_the_mask_of_the_seed(x, p):
     assert torch.equal(y, x * keep * scale)
     assert torch.equal(dx, upstream * keep * scale)
     assert p > 0 or torch.equal(y, x)
-
-
-def test_every_call_draws_anew():
-    x = torch.ones(4099)
-    assert not torch.equal(dropout(x, 0.5), dropout(x, 0.5))
+    assert p == 0 or x.numel() < 42 or not torch.equal(dropout(x, p), y)  # the next draw

@@ -13,7 +13,7 @@ from fastgpt.commands import installed
 from fastgpt.kernels import hub
 from tests.processes import ended
 
-START = """
+SCRIPT = """
 import copy, importlib.util, itertools, socket, sys
 from pathlib import Path
 socket.socket.connect = socket.create_connection = None  # nothing is downloaded
@@ -29,8 +29,7 @@ torch.manual_seed(0)
 def close(a, b):
     bound = 2e-2 if a.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(a, b, rtol=bound, atol=bound)
-"""
-OPS = """
+
 for folder in folders:
     Build.open(folder)
     for variant in folder.glob("build/torch-*"):
@@ -53,8 +52,7 @@ for ours, interpreted, dtype in kinds:
     last = runtime.LAUNCHES
 assert last == sys.modules[both[0].__name__ + ".runtime"].LAUNCHES
 print(*last)
-"""
-MODELS = """
+
 from transformers import utils
 
 # transformers asks for a version that the package index does not have yet, and knows no CPU
@@ -84,18 +82,17 @@ for kind, activation, names in (
             close(*pair)
     print(*names, modules.count(ours.__name__ + ".layers"))
 """
+PRINTED = """\
+_norm_fwd_kernel _norm_bwd_kernel _reduce_partials_kernel _attention_fwd_kernel
+RMSNorm 5
+LayerNorm NewGELU 7
+GeluTanh 2
+GeLU 2
+"""
 
 
 @pytest.mark.skipif(installed("kernels") is None, reason="needs Hugging Face's kernels")
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        (OPS, "_norm_fwd_kernel _norm_bwd_kernel _reduce_partials_kernel _attention_fwd_kernel\n"),
-        (MODELS, "RMSNorm 5\nLayerNorm NewGELU 7\nGeluTanh 2\nGeLU 2\n"),
-    ],
-    ids=["ops", "models"],
-)
-def test_two_versions_compute_what_torch_does(script, said, tmp_path):
+def test_two_versions_compute_what_torch_does_and_replace_layers_of_models(tmp_path):
     """The environment has all that is installed here, but for what is installed editable."""
     folders, venv = [str(tmp_path / number) for number in "12"], tmp_path / "venv"
     for folder in folders:
@@ -105,10 +102,10 @@ def test_two_versions_compute_what_torch_does(script, said, tmp_path):
     here = [path for path in sys.path if path.endswith("-packages")]
     (site / "here.pth").write_text("\n".join(here))
     done = ended(
-        venv / "bin" / "python", "-c", START + script, *folders, cwd=tmp_path, PYTHONPATH=None,
+        venv / "bin" / "python", "-c", SCRIPT, *folders, cwd=tmp_path, PYTHONPATH=None,
         TRITON_INTERPRET="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0", HF_HUB_OFFLINE="1",
     )  # fmt: skip
-    assert (done.stdout, done.returncode) == (said, 0), done.stderr
+    assert (done.stdout, done.returncode) == (PRINTED, 0), done.stderr
 
 
 def test_a_variant_has_the_ops_and_what_they_import():
@@ -126,12 +123,11 @@ def test_a_variant_has_the_ops_and_what_they_import():
     assert len(ids) == 4
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path, capsys):
+def test_a_folder_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "build").mkdir()
-    for options, said in (([], "has other files"), (["--version", "-1"], "0 or more, got -1")):
-        with pytest.raises(SystemExit, match="2"):
-            hub.main(["--out", str(tmp_path), *options])
-        assert said in capsys.readouterr().err
-    for version in ("1", "2"):  # the second in place of the first
-        hub.main(["--out", str(tmp_path / "new"), "--version", version])
+    for version, said in ((0, "other files"), (-1, "-1")):
+        with pytest.raises(ValueError, match=said):
+            hub.build(tmp_path, version)
+    for version in (1, 2):  # the second in place of the first
+        hub.build(tmp_path / "new", version)
     assert "version = 2\n" in (tmp_path / "new" / "build.toml").read_text()

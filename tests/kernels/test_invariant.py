@@ -11,12 +11,10 @@ from torch import Tensor
 from fastgpt import kernels
 from fastgpt.kernels import invariant, runtime
 from fastgpt.kernels.bias_act.op import ACTIVATIONS
-
-FEW = 12
-MANY = 300
+from tests.parity import several
 
 
-@pytest.fixture(params=[FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.fixture(params=[8, pytest.param(300, marks=pytest.mark.slow)])
 def count(request) -> int:
     """Number of random cases; fewer where compiled code is executed on a CPU."""
     return 2 if runtime._fake_device is not None else request.param
@@ -37,21 +35,14 @@ def form(request, monkeypatch) -> str:
     return request.param
 
 
-def same(found, expected) -> None:
-    """Compares bits; NaN is equal to itself."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def some(draw: random.Random, M: int) -> list[int]:
-    """Draws some rows, in any order."""
-    return draw.sample(range(M), draw.randint(1, M))
+same = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
 def by_rows(draw, f, *rows: Tensor) -> None:
     """Checks that f(rows) gives some rows, alone and in another order, the same bits."""
-    picked = some(draw, len(rows[0]))
-    found, alone = f(*rows), f(*(x[picked] for x in rows))
-    for y, z in zip(*((x if isinstance(x, tuple) else (x,)) for x in (found, alone))):
+    M = len(rows[0])
+    picked = draw.sample(range(M), draw.randint(1, M))
+    for y, z in zip(several(f(*rows)), several(f(*(x[picked] for x in rows)))):
         same(z, y[picked])
 
 
@@ -84,22 +75,18 @@ def rotary(draw, make) -> None:
 def cross_entropy(draw, make) -> None:
     M, V = draw.randint(1, 30), draw.choice([5, 65, 1000])
     options = {"z_loss": draw.choice([0.0, 0.1]), "softcap": draw.choice([None, 20.0])}
-    by_rows(
-        draw,
-        lambda x, y: kernels.cross_entropy(x, y, reduction="none", **options),
-        make(M, V),
-        torch.randint(V, (M,)),
-    )
+    loss = partial(kernels.cross_entropy, reduction="none", **options)
+    by_rows(draw, loss, make(M, V), torch.randint(V, (M,)))
 
 
 def attention(draw, make) -> None:
     B, T, D, K = draw.randint(1, 3), draw.randint(1, 150), draw.choice([16, 20, 64]), 1
     q, k, v = make(B, T, 2 * K, D), make(B, T, K, D), make(B, T, K, D)
     window = draw.choice([None, None, 20])
-    by_rows(draw, lambda q, k, v: kernels.attention(q, k, v, window=window), q, k, v)
+    op = partial(kernels.attention, window=window)
+    by_rows(draw, op, q, k, v)
     t = draw.randint(1, T)
-    shorter = kernels.attention(q[:, :t], k[:, :t], v[:, :t], window=window)
-    same(shorter, kernels.attention(q, k, v, window=window)[:, :t])
+    same(op(q[:, :t], k[:, :t], v[:, :t]), op(q, k, v)[:, :t])
 
 
 def decode_attention(draw, make) -> None:
@@ -109,26 +96,22 @@ def decode_attention(draw, make) -> None:
     Tq = draw.randint(1, min(T, 20))
     q, k, v = make(B, Tq, H, D), make(B, T, K, D), make(B, T, K, D)
     lengths = torch.tensor([draw.randint(Tq, T) for _ in range(B)])
-    starts = (torch.rand(B, Tq) * (lengths - Tq + 1)[:, None]).long()
-    starts = draw.choice([None, starts])
+    starts = draw.choice([None, (torch.rand(B, Tq) * (lengths - Tq + 1)[:, None]).long()])
     whole = kernels.decode_attention(q, k, v, lengths, starts=starts)
     b, i = draw.randrange(B), draw.randrange(Tq)
     used = int(lengths[b]) - Tq + i + 1
     room = used + draw.randint(0, 60)
     cache = torch.zeros(2, room, K, D, dtype=k.dtype)
     cache[:, :used] = torch.stack((k[b, :used], v[b, :used]))
-    options = {} if starts is None else {"starts": starts[b : b + 1, i : i + 1]}
-    length = torch.tensor([used])
-    alone = kernels.decode_attention(q[b : b + 1, i : i + 1], *cache[:, None], length, **options)
-    same(alone[0, 0], whole[b, i])
     pages = -(-room // page)
     paged = torch.zeros(2, pages * page, K, D, dtype=k.dtype)
     paged[:, :room] = cache
-    table = torch.arange(pages, dtype=torch.int32)[None]
-    paged = paged.view(2, pages, page, K, D)
-    options["block_table"] = table
-    alone = kernels.decode_attention(q[b : b + 1, i : i + 1], *paged, length, **options)
-    same(alone[0, 0], whole[b, i])
+    table = {"block_table": torch.arange(pages, dtype=torch.int32)[None]}
+    options = {} if starts is None else {"starts": starts[b : b + 1, i : i + 1]}
+    one, length = q[b : b + 1, i : i + 1], torch.tensor([used])
+    for caches, more in ((cache[:, None], {}), (paged.view(2, pages, page, K, D), table)):
+        alone = kernels.decode_attention(one, *caches, length, **options, **more)
+        same(alone[0, 0], whole[b, i])
 
 
 def linear(draw, make) -> None:
@@ -143,14 +126,9 @@ def linear(draw, make) -> None:
 OPS = [norms, activations, rotary, cross_entropy, attention, decode_attention, linear]
 
 
-def drawn(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.brief
 def test_rows_of_a_batch(op, count, form, device):
-    """The kernels; `form` also what stands for them elsewhere."""
     if op is attention and form == "plain":
         pytest.skip("attention over a cache stands for it: decode_attention")
     draw = random.Random(op.__name__)
@@ -160,7 +138,7 @@ def test_rows_of_a_batch(op, count, form, device):
         for case in range(count):
             torch.manual_seed(case)
             dtype = draw.choice([torch.float32, narrow])
-            op(draw, partial(drawn, dtype=dtype, device=device))
+            op(draw, lambda *shape, dtype=dtype: torch.randn(shape, device=device).to(dtype))
 
 
 def test_the_mode_is_needed():
@@ -173,7 +151,6 @@ def test_the_mode_is_needed():
 
 @pytest.mark.parametrize("unlike", ["tile of 512", "batch", "place"])
 def test_products_that_depend_on_size_or_place_are_not_used(monkeypatch, unlike):
-    """Where a machine's product depends on sizes or on the place, smaller ones take its place."""
     product = invariant._product
 
     def other(a, b):

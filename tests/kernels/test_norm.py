@@ -10,26 +10,24 @@ from hypothesis import strategies as st
 from fastgpt.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fastgpt.kernels.norm.op import norm_ref
 from fastgpt.kernels.norm.spec import BWD, FWD, SPECS, SUM
-from tests.kernels import common, conformance
-from tests.parity import assert_kernel_parity, awkward, forward_backward
+from tests.kernels import conformance
+from tests.kernels.conformance import DTYPES, assert_kernel_parity
+from tests.parity import awkward, forward_backward
 
 SPEC = {spec.name: spec for spec in SPECS}
 summed = pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
 
 
-def make(name, M, N, dtype=torch.float32, device="cpu"):
-    return conformance.make_inputs(SPEC[name], {"M": M, "N": N}, device, dtype)
-
-
-# --- errors ---------------------------------------------------------------------------------------
+def make(name, M, N, dtype=torch.float32, device="cpu", **more):
+    return conformance.make_inputs(SPEC[name], {"M": M, "N": N, **more}, device, dtype)
 
 
 @given(data=st.data())
-@common.examples(max_examples=25)
+@conformance.examples(max_examples=25)
 def test_any_shape(data, device):
-    spec, dtype = data.draw(st.sampled_from(SPECS)), data.draw(common.DTYPES)
+    spec, dtype = data.draw(st.sampled_from(SPECS)), data.draw(conformance.ANY_DTYPE)
     problem = {
-        "M": data.draw(common.sizes(1, 3, 9)),
+        "M": data.draw(conformance.sizes(1, 3, 9)),
         # of two columns, normalised to -1 and 1, the gradient of x is less than its rounding error
         "N": data.draw(st.integers(3, 300)),
         "eps": data.draw(st.floats(1e-3, 1)),
@@ -46,13 +44,10 @@ def test_more_programs_than_a_block_of_the_final_sum(device, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_bias_without_a_weight(dtype, device):
-    def unweighted(f):
-        return lambda x, bias: f(x, None, bias)
-
-    x, _, bias = make("layer_norm", 7, 24, dtype, device).values()
+    inputs = make("layer_norm", 7, 24, dtype, device)
     assert_kernel_parity(
-        unweighted(layer_norm), lambda x, bias: norm_ref(x, None, bias)[0], {"x": x, "bias": bias},
-        kernels=(FWD, BWD, SUM),
+        lambda x, bias: layer_norm(x, None, bias), lambda x, bias: norm_ref(x, None, bias)[0],
+        {"x": inputs["x"], "bias": inputs["bias"]}, (FWD, BWD, SUM),
     )  # fmt: skip
 
 
@@ -60,9 +55,8 @@ def test_a_bias_without_a_weight(dtype, device):
 @summed
 def test_the_bias_of_x_under_autocast(name, residual, device):
     """The sum has the dtype of x + residual, and is as exact as one that is rounded once."""
-    inputs = conformance.make_inputs(SPEC[name], {"M": 16, "N": 120, "x_bias": True}, device)
-    inputs["x"] = inputs["x"].bfloat16()
-    inputs["residual"] = inputs["residual"].to(residual)
+    inputs = make(name, 16, 120, device=device, x_bias=True)
+    inputs["x"], inputs["residual"] = inputs["x"].bfloat16(), inputs["residual"].to(residual)
     leaves = [x.requires_grad_() for x in inputs.values()]
     with torch.autocast(device, torch.bfloat16):
         y, total = SPEC[name].op(*leaves, x_bias=True)
@@ -76,47 +70,31 @@ def test_the_bias_of_x_under_autocast(name, residual, device):
     torch.testing.assert_close(gradients[-1], sums, rtol=1e-2, atol=5e-2)
 
 
-MIXED = {
-    # x, residual, weight, bias -> y, sum
-    "fp16-with-fp32-weights": "float16 float16 float32 float32 float16 float16",
-    "fp16-on-fp32-stream": "float16 float32 float32 float16 float16 float32",
-    "bf16-with-fp32-weights": "bfloat16 bfloat16 float32 float32 bfloat16 bfloat16",
-    "bf16-on-fp32-stream": "bfloat16 float32 bfloat16 float32 bfloat16 float32",
-    "fp32-on-fp16-stream": "float32 float16 float32 float32 float32 float32",
-}
-
-
-@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize(
+    "dtypes",  # of x, residual, weight, bias -> y, sum
+    [
+        "fp16 fp16 fp32 fp32 fp16 fp16", "fp16 fp32 fp32 fp16 fp16 fp32",
+        "bf16 bf16 fp32 fp32 bf16 bf16", "bf16 fp32 bf16 fp32 bf16 fp32",
+        "fp32 fp16 fp32 fp32 fp32 fp32",
+    ],
+)  # fmt: skip
 @summed
 def test_dtypes_may_differ(name, dtypes, device):
-    *of_inputs, of_y, of_sum = (getattr(torch, dtype) for dtype in dtypes.split())
+    *of_inputs, of_y, of_sum = map(DTYPES.get, dtypes.split())
     problem = {"M": 16, "N": 120} if device == "cpu" else {"M": 16_384, "N": 1600}
-    common.assert_dtypes_may_differ(SPEC[name], problem, device, of_inputs, [of_y, of_sum])
-
-
-def test_opcheck_where_dtypes_differ(device):
-    inputs = make("add_layer_norm", (2, 3), 24, device=device).values()
-    of_inputs = (torch.float16, torch.float32, torch.float32, torch.float16)
-    tensors = [x.to(dtype) for x, dtype in zip(inputs, of_inputs, strict=True)]
-    conformance.assert_opcheck(SPEC["add_layer_norm"], add_layer_norm, tensors)
-
-
-# --- values ---------------------------------------------------------------------------------------
+    conformance.assert_dtypes_may_differ(SPEC[name], problem, device, of_inputs, [of_y, of_sum])
 
 
 def test_variance_takes_two_passes(device):
     """The variance of rows of mean 1e4 is right, where E[x**2] - E[x]**2 in fp32 is not."""
     inputs = {"x": awkward(6, 300, device=device) + 1e4}
-    assert_kernel_parity(lambda x: layer_norm(x, None), lambda x: norm_ref(x)[0], inputs,
-                         kernels=(FWD, BWD))  # fmt: skip
+    plain = (lambda x: layer_norm(x, None)), (lambda x: norm_ref(x)[0])
+    assert_kernel_parity(*plain, inputs, (FWD, BWD))
 
 
 @summed
 def test_statistics_are_those_of_the_rounded_sum(name, device):
-    """The statistics are those of the rounded residual sum, which is what the backward sees.
-
-    Near 1000 an fp16 sum is off by up to a quarter.
-    """
+    """Near 1000 an fp16 sum is off by up to a quarter; the backward sees the rounded one."""
     x, *others = make(name, 5, 40, torch.float16, device).values()
     y, total = SPEC[name].op(1000 + x, *others)
     assert torch.equal(y, SPEC[name.removeprefix("add_")].op(total, *others[1:]))
@@ -141,30 +119,21 @@ def test_what_is_not_finite_stays_in_its_row(value, device):
 
 
 def test_the_residuals_gradient_is_written_only_where_its_dtype_differs(device):
-    def gradients(dtype):
-        x, residual, weight = make("add_rms_norm", 5, 24, device=device).values()
-        tensors = [x.to(dtype).requires_grad_(), residual.requires_grad_(), weight]
-        y, total = add_rms_norm(*tensors)
-        return torch.autograd.grad((y, total), tensors[:2], (y.detach(), total.detach()))
-
-    dx, dresidual = gradients(torch.float32)
-    assert dx.data_ptr() == dresidual.data_ptr()
-    dx, dresidual = gradients(torch.float16)
-    assert torch.equal(dresidual.half(), dx)
+    x, residual, weight = make("add_rms_norm", 5, 24, device=device).values()
+    for dtype in (torch.float32, torch.float16):
+        tensors = [x.to(dtype).detach().requires_grad_(), residual.detach().requires_grad_()]
+        y, total = add_rms_norm(*tensors, weight)
+        dx, dresidual = torch.autograd.grad((y, total), tensors, (y.detach(), total.detach()))
+        assert (dx.data_ptr() == dresidual.data_ptr()) == (dtype == torch.float32)
+        assert torch.equal(dresidual.to(dtype), dx)
     assert not torch.equal(dresidual, dx.float())  # it was not rounded to x's dtype on the way
 
 
-# --- calls ----------------------------------------------------------------------------------------
-
-
 def test_a_second_derivative_through_the_dispatcher_raises(device):
-    """A second derivative raises an error also under a dispatch mode, as checkpointing uses."""
+    """As under selective checkpointing, which listens to the dispatcher."""
     x = awkward(3, 8, device=device).requires_grad_()
     with conformance.Calls() as calls:
         (dx,) = torch.autograd.grad(rms_norm(x).square().sum(), x, create_graph=True)
         with pytest.raises(NotImplementedError, match="no double backward"):
             dx.sum().backward()
-    assert list(map(str, calls.seen)) == [
-        "fastgpt.norm_fwd.default",
-        "fastgpt.norm_bwd.default",
-    ]
+    assert [*map(str, calls.seen)] == ["fastgpt.norm_fwd.default", "fastgpt.norm_bwd.default"]

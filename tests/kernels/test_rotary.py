@@ -10,39 +10,31 @@ from hypothesis import strategies as st
 from fastgpt.kernels import rotary, runtime
 from fastgpt.kernels.rotary import device as rotary_device
 from fastgpt.kernels.rotary.spec import KERNEL, ROTARY, shape
-from tests.kernels import common, conformance
+from tests.kernels import conformance
 from tests.parity import awkward, forward_backward
 
 TYPICAL = ROTARY.problems["grouped"]
 
 
-def projection(device):
-    """Returns (queries, keys and values of the typical problem in one tensor, heads of each)."""
-    B, T, H, K, D = TYPICAL.values()
-    return awkward(B, T, H + 2 * K, D, device=device).contiguous(), (H, K, K)
-
-
 @given(data=st.data())
-@common.examples(max_examples=25)
+@conformance.examples(max_examples=25)
 def test_any_shape(data, device):
     B, T, H, K, pairs = (data.draw(st.integers(1, most)) for most in (3, 24, 6, 6, 40))
-    conformance.parity(ROTARY, shape(B, T, H, K, 2 * pairs), device, data.draw(common.DTYPES))
+    dtype = data.draw(conformance.ANY_DTYPE)
+    conformance.parity(ROTARY, shape(B, T, H, K, 2 * pairs), device, dtype)
 
 
-def test_one_launch_forward_and_one_backward(device):
-    qkv, heads = projection(device)
-    before = runtime.LAUNCHES[KERNEL]
+def test_slices_of_a_projection_are_read_in_place_by_one_launch_each_way(device):
+    B, T, H, K, D = TYPICAL.values()
+    qkv = awkward(B, T, H + 2 * K, D, device=device).contiguous()
     op = ROTARY.call(rotary, TYPICAL, device)
-    forward_backward(lambda qkv: op(*qkv.split(heads, dim=2)[:2]), [qkv])
-    assert runtime.LAUNCHES[KERNEL] - before == 2
-
-
-def test_slices_of_a_projection_are_read_in_place(device):
-    qkv, heads = projection(device)
-    q, k, _ = qkv.split(heads, dim=2)
     with runtime.recording(90) as recorded:
-        ROTARY.call(rotary, TYPICAL, device)(q, k)
-    assert [x.data_ptr() for x in recorded[0].args[:2]] == [q.data_ptr(), k.data_ptr()]
+        op(qkv[:, :, :H], qkv[:, :, H : H + K])
+    places = [qkv.data_ptr(), qkv[:, :, H:].data_ptr()]
+    assert [x.data_ptr() for x in recorded[0].args[:2]] == places
+    before = runtime.LAUNCHES[KERNEL]
+    forward_backward(lambda qkv: op(*qkv.split((H, K, K), dim=2)[:2]), [qkv])
+    assert runtime.LAUNCHES[KERNEL] - before == 2
 
 
 def test_strides_of_angles_do_not_matter(device):

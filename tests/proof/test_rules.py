@@ -1,17 +1,15 @@
-"""Rules of compiled kernels, and comparisons: each kind of change for the worse is named."""
+"""Rules of compiled kernels, limits of loops, and comparisons: what is worse is named."""
 
 import copy
-import json
 from dataclasses import replace
 
 import pytest
 
-from fastgpt.kernels import fences
-from fastgpt.kernels.proof import rules
+import simgpu.executor
+from fastgpt.kernels.proof import execute, rules
 from fastgpt.kernels.proof.compile import CompileResult
 from fastgpt.kernels.proof.rules import compare
-from fastgpt.kernels.proof.sass import loops
-from tests.processes import python
+from fastgpt.kernels.proof.sass import Loop, ceiling, loops
 
 FORM = {
     "error": "", "registers": 40, "spilled": 0, "shared": 1000, "columns": 0, "instructions": 100,
@@ -75,6 +73,38 @@ def test_a_kernel_that_is_gone_is_worse_and_a_new_one_must_keep_the_rules():
 
 
 @pytest.mark.parametrize(
+    ("loop", "bound", "clocks"),
+    [
+        (Loop(0, {"alu": 30, "fp32": 10}, 0, 0), "alu", 4 * 15),
+        (Loop(0, {"alu": 10, "fp32": 30}, 4096, 0), "issue", 4 * 10),
+        (Loop(0, {"mufu": 8, "fp32": 20}, 0, 0), "mufu", 4 * 16),
+        (Loop(0, {"shared": 9, "global": 9, "fp32": 20}, 0, 0), "memory", 4 * 18),
+        (Loop(0, {"tensor": 1}, 0, 2**20), "tensor", 4 * 256),
+        (Loop(0, {"shared": 9, "fp32": 20}, 0, 0, 36), "shared", 4 * 36),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_busiest_unit_is_the_ceiling(loop, bound, clocks):
+    top = ceiling(loop, 90, warps=4, registers=100, shared=50_000)
+    assert (top.bound, top.clocks) == (bound, clocks)
+    assert top.blocks == 4  # 104 registers for each of 128 threads; 51024 bytes of 233472
+    assert top.gbytes == pytest.approx(132 * 1.83 * 4 * loop.bytes / clocks)
+    assert top.tflops == pytest.approx(989.5 if bound == "tensor" else 0, rel=1e-3)
+    assert ceiling(loop, 100, 4, 100, 50_000, columns=256).blocks == 2
+    assert ceiling(loop, 77, warps=4, registers=100, shared=0) is None
+
+
+def test_shared_memory_moves_128_bytes_a_clock():
+    wavefronts = {
+        "LDSM.16.MT88.4": 4, "LDSM.16.M88.2": 2, "LDS": 1, "LDS.U.64": 2, "STS.128": 4,
+        "LDGSTS.E.BYPASS.128": 4, "LDG.E.128": 0, "LDGDEPBAR": 0, "SHFL.BFLY": 1,
+    }  # fmt: skip
+    for op, each in wavefronts.items():
+        [loop] = loops("\n".join(f"/*{16 * i:04x}*/ {op} R1, [R2] ;" for i in range(20)))
+        assert loop.wavefronts == 20 * each, op
+
+
+@pytest.mark.parametrize(
     ("body", "waits"),
     [
         (["DEPBAR.LE SB0, 0x0", "HGMMA.64x64x16.F32", "LDGDEPBAR"], True),
@@ -95,36 +125,7 @@ def test_a_loop_waits_for_a_load_that_it_has_just_asked_for(body, waits):
     assert not rules.wrong(replace(row, config="D=256 bfloat16 causal"))
 
 
-PLANTED = {
-    "tolerance": {"tolerance"},
-    "order": {"bits"},
-    "compile": {"limits", "fault"},
-    "bounds": {"fault"},
-    "fence": {"fences", "fault"},
-    "race": {"fault"},
-    "registers": {"registers", "limits"},  # one warp: mma.sync in place of wgmma
-    "shared": {"shared"},
-    "ceiling": {"ceiling"},
-}
-"""Flaw of `planted` -> kinds that must be named, and none of the results' others."""
-
-
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("planted")
-    done = python("-m", "tests.proof.planted", folder, TRITON_INTERPRET=None)
-    assert done.returncode == 0, done.stderr
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-
-
-@pytest.mark.skipif(
-    fences.needs_fence(90), reason="this Triton leaves out the fence of the planted kernel itself"
-)
-@pytest.mark.parametrize("flaw", PLANTED)
-def test_a_planted_change_is_found_end_to_end(planted, flaw):
-    found = compare(planted["none"], planted[flaw], growth=0.1)
-    kinds = {f.kind: f.text for f in found if f.worse or f.kind == "bits"}
-    assert set(kinds) >= PLANTED[flaw]
-    assert kinds.keys() & {"tolerance", "fault", "limits"} <= PLANTED[flaw]
-    faults = {"bounds": "outside of", "fence": "fence.proxy.async", "compile": "planted"}
-    assert faults.get(flaw, "") in kinds.get("fault", "")
+def test_the_old_names_are_those_of_simgpus_executor():
+    for name in simgpu.executor.__all__:
+        with pytest.warns(DeprecationWarning, match=r"simgpu\.executor"):
+            assert getattr(execute, name) is getattr(simgpu.executor, name)

@@ -1,6 +1,6 @@
-"""Helpers of the kernels' CUDA tests, which call a step and compare its tensors."""
+"""Helpers of the kernels' CUDA tests."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastgpt.kernels.spec import Problem
 from tests.conftest import SIMULATED
-from tests.parity import awkward, launches
+from tests.parity import launches
 
 MOST = {"B": 2, "T": 256, "H": 4, "M": 32, "V": 2048}
 """The largest sizes of a problem on a simulated GPU."""
@@ -47,25 +47,6 @@ def fitting(problem: Problem) -> Problem:
     return small
 
 
-def contiguous(x: Tensor) -> Tensor:
-    """Copies x so that address and strides are multiples of 16, for any number of rows.
-
-    `Tensor.contiguous` returns a single row of `awkward` as it is, aligned or not, and an unaligned
-    tensor needs another form of a kernel.
-    """
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def assert_same_bits(step: Step, times: int = 3 if SIMULATED else 1000) -> None:
-    """Asserts that the same input gives the same bits in every call."""
-    first = step()
-    differs = torch.zeros((), dtype=torch.bool, device="cuda")
-    for _ in range(times):
-        for a, b in zip(first, step(), strict=True):
-            differs |= (a != b).any()
-    assert not differs
-
-
 def assert_nothing_waits(step: Callable[[], object], *kernels: str) -> None:
     """Asserts that the host never waits for the device, while each of `kernels` is launched."""
     step()  # compiles
@@ -88,34 +69,3 @@ def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
     with torch.cuda.graph(graph):
         results = step()
     return graph, results
-
-
-def assert_replays(
-    step: Step, inputs: Iterable[Tensor], change: Callable[[], object] = lambda: None
-) -> None:
-    """Asserts that a replayed CUDA graph computes from new values of `inputs`."""
-    graph, results = captured(step)
-    inputs = list(inputs)
-    for _ in range(2):
-        with torch.no_grad():
-            for x in inputs:
-                x.copy_(awkward(*x.shape).to(x))
-            change()
-        graph.replay()
-        for a, b in zip(results, step(), strict=True):
-            assert torch.equal(a, b)
-
-
-def assert_on_the_current_stream(step: Step, late: Tensor) -> None:
-    """Asserts that a step runs on the current CUDA stream, after work queued there before."""
-    step()  # compiles
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
-        with torch.no_grad():
-            late.mul_(-1)
-        after = step()
-    torch.cuda.synchronize()
-    for a, b in zip(after, step(), strict=True):
-        assert torch.equal(a, b)

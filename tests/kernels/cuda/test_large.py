@@ -1,16 +1,12 @@
 """Tensors of more than 2**31 elements, whose offsets pass 32 bits, for each op on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from fastgpt.kernels import (
-    attention,
-    bias_act,
-    cross_entropy,
-    decode_attention,
-    layer_norm,
-    rotary,
-)
+from fastgpt.kernels import attention, bias_act, cross_entropy, layer_norm, rotary
+from fastgpt.kernels import decode_attention as decode
 from fastgpt.kernels.attention.plain import attention_ref
 from fastgpt.kernels.rotary.spec import ROTARY
 from tests.kernels.cuda.proof import need
@@ -52,10 +48,8 @@ def test_attention():
     upstream = torch.linspace(-1, 1, T, device="cuda", dtype=torch.bfloat16)[:, None, None]
 
     def run(inputs):
-        shape = inputs[0].shape
-        return forward_backward(
-            lambda *x: attention(*x, window=64), inputs, [upstream.expand(shape)]
-        )
+        op = partial(attention, window=64)
+        return forward_backward(op, inputs, [upstream.expand(inputs[0].shape)])
 
     single = run(one)
     for a, b in zip(single, run(many), strict=True):
@@ -75,12 +69,12 @@ def test_decode_attention():
         x[:, tail] = torch.randn(B, 300, 1, D, device="cuda", dtype=torch.bfloat16)
     lengths = torch.full((B,), Tmax, device="cuda")
     starts = lengths[:, None] - 300
-    expected = decode_attention(q, k[:, tail], v[:, tail], lengths * 0 + 300)
-    got = decode_attention(q, k, v, lengths, starts=starts)
+    expected = decode(q, k[:, tail], v[:, tail], lengths * 0 + 300)
+    got = decode(q, k, v, lengths, starts=starts)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
     table = torch.arange(B * Tmax // 64, device="cuda", dtype=torch.int32).view(B, -1)
     pages = (x.view(-1, 64, 1, D) for x in (k, v))
-    got = decode_attention(q, *pages, lengths, starts=starts, block_table=table)
+    got = decode(q, *pages, lengths, starts=starts, block_table=table)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
 
 
@@ -95,12 +89,9 @@ def test_cross_entropy():
     (dlast,) = torch.autograd.grad(want.sum(), last)
     for inplace in (False, True):
         leaf = logits.detach().requires_grad_()
-        reduction = "sum" if inplace else "none"
-        loss = cross_entropy(
-            leaf, targets, valid_vocab=VALID, reduction=reduction, inplace_grad=inplace
-        )
-        if not inplace:
-            assert torch.equal(loss[tail], want)
+        how = {"reduction": "sum" if inplace else "none", "inplace_grad": inplace}
+        loss = cross_entropy(leaf, targets, valid_vocab=VALID, **how)
+        assert inplace or torch.equal(loss[tail], want)
         (gradient,) = torch.autograd.grad(loss.sum(), leaf)
         torch.testing.assert_close(gradient[tail], dlast, rtol=0.01, atol=1e-6)
         del gradient
