@@ -60,7 +60,6 @@ def test_words_and_numbers_are_those_of_yaml_1_2_and_what_is_printed_is_yaml(wri
         (f"a: &a [1]\nb: [{','.join(['*a'] * 9)}]", "", "line 2: expected a value, not an alias"),
         (f"steps: {'[' * 5000}", "", "line 1: maximum depth"),
         ("steps: !!bool x", "", r"run\.yaml cannot be read"),
-        ("recipe: nope", "", "unknown recipe 'nope'"),
         ("recipe: baby", "gpt2-124m", "is of recipe baby: expected that, not gpt2-124m"),
         ("steps: 3\nepochs: 2", "", "steps and epochs are both in"),
         ("steps: 3", "--resume auto", "a resumed run has its settings"),
