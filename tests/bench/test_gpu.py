@@ -1,6 +1,5 @@
 """`make gpu`: groups of stages with time budgets, whose output and records outlive any of them."""
 
-import json
 import re
 import shlex
 import time
@@ -9,7 +8,7 @@ from functools import partial
 import pytest
 
 from bench import __main__ as bench
-from bench import gpu, measure, ops, records, reproduce, step, tune
+from bench import gpu, ops, reproduce, step, tune
 from bench.gpu import PLANS, STAGES, Stage
 from fastgpt import flags
 from fastgpt.cli import configure
@@ -58,13 +57,6 @@ def test_what_follows_depends_on_cuda_and_on_the_step(plan):
         stages = {"env": Stage(20, env), "step": Stage(20, step_), "step-eager": Stage(20, "1")}
         _, printed = plan(60, stages, ["env"], ["step"], ["step-eager"])
         assert [name for name in stages if name in printed.split()] == [*stages][:begun]
-
-
-def test_the_digest_has_what_this_run_has_recorded(tmp_path):
-    rows = [records.record("a/b", "ours", measure.quantiles([2e-3])) | {"run": "3"}]
-    rows += [records.record("test/a::b", "fastgpt", why="failed") | {"run": run} for run in "31"]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"unfinished')
-    assert [*gpu.digest(tmp_path)][:3] == ["tests: {'failed': 1}", "FAILED a::b", "a/b, ms: ours 2"]
 
 
 parse = partial(flags.command, prog="")

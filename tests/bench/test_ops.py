@@ -156,16 +156,6 @@ def test_a_wrong_kernel_of_ours_fails_the_command(name, status, tmp_path, monkey
     assert f"{name} not timed" in capsys.readouterr().out
 
 
-def test_steps_are_timed_unless_it_must_be_quick_and_nothing_over_the_budget(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "cases", lambda *_, **options: [attention()])
-    monkeypatch.setattr(measure, "machine_rates", lambda *_: RATES)
-    monkeypatch.setattr(command, "time_steps", steps := mock.Mock())
-    for number, words in enumerate((["--quick"], [])):
-        argv = [*words, "--device", "cpu", "--budget", "0", "--out", str(tmp_path)]
-        assert (command.main(argv), steps.call_count) == (0, number)
-    assert "over the budget of 0 s" in [row.get("why") for row in records.read(tmp_path)]
-
-
 def row_of(who, seconds, run="r1", case="attention/gpt2-124m/bf16/both", why=""):
     common = {"run": run, "device": "A GPU", "on": "cuda", "versions": {}, "commit": "abc"}
     figure = None if why else quantiles([seconds])

@@ -1,7 +1,6 @@
 """Benchmark of the step: trainers in processes of their own, llm.c's output, parts."""
 
 import os
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -34,7 +33,7 @@ def asked(tmp_path, *names, **options) -> step.StepBench:
 
 
 @pytest.mark.slow
-def test_trainers_take_turns_and_one_that_fails_is_named(tmp_path, capfd, one_thread):
+def test_trainers_take_turns_and_one_that_fails_is_named(tmp_path, one_thread):
     (tmp_path / "model.py").write_text(STAND_IN)
     names = ("fastgpt", "eager", "nanogpt", "nanogpt fp32")
     bench = asked(tmp_path, *names, nanogpt=tmp_path, parallel_start=True, explain=True, trace=True)
@@ -52,9 +51,6 @@ def test_trainers_take_turns_and_one_that_fails_is_named(tmp_path, capfd, one_th
         assert row["peak_bytes"] > 1e7
     assert rows["fastgpt"]["parts"]["GEMM"] > rows["fastgpt"]["limits"]["GEMM"] > 0
     assert (tmp_path / "out" / "fastgpt-4.trace.json.gz").exists()
-    printed, spent = capfd.readouterr().out, rows["fastgpt"]["parts"]
-    furthest = sorted(spent, key=lambda part: rows["fastgpt"]["limits"][part] - spent[part])
-    assert re.findall(r"^│ (\w[\w ]*?) +│", printed, re.M) == furthest
 
 
 def test_without_a_figure_of_ours_the_command_fails(tmp_path, monkeypatch):
@@ -119,22 +115,9 @@ def test_llmc_is_given_weights_and_tokens_and_stopped(tmp_path, monkeypatch, on,
         assert len(weights) == sum(p.numel() for p in trainers.GPT2(GPT2).parameters())
 
 
-@pytest.mark.parametrize(
-    ("part", "names"),
-    [
-        ("GEMM", "nvjet_hsh sm90_xmma_gemm aten::addmm mkldnn::_linear"),
-        ("attention", "flash_fwd_kernel _attention_bwd_dkv aten::bmm aten::_softmax"),
-        ("norm", "_norm_fwd_kernel triton_fused_add_native_layer_norm_3"),
-        ("loss", "aten::_log_softmax _cross_entropy_fwd_bwd"),
-        ("other", "triton_poi_fused_gelu_4 aten::embedding"),
-    ],
-)
-def test_kernels_are_told_apart_by_name(part, names):
-    assert {parts.part_of(name) for name in names.split()} == {part}
-
-
 def test_kernels_of_a_gpu_are_summed_by_part_and_ranges_around_them_are_not():
     times = {"_attention_fwd": (8, 12), "nvjet": (0, 10), "ProfilerStep#1": (0, 100)}
+    assert parts.part_of("_cross_entropy_fwd_bwd") == "loss"
     spans = [(name, SimpleNamespace(start=a, end=b)) for name, (a, b) in times.items()]
     events = [SimpleNamespace(name=name, time_range=span) for name, span in spans]
     spent, busy, kernels = parts._of_kernels(events)

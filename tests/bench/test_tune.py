@@ -7,20 +7,12 @@ import torch
 
 from bench import tune
 from bench.tune import Candidate, Slot, choose, selected
-from fastgpt.errors import UserError
 from fastgpt.kernels.attention import config, spec
 from fastgpt.kernels.proof.compile import CompileResult
 from fastgpt.kernels.proof.sass import Loop
 
 TILE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 ROW = {"step": "fwd", "bits": 32, "D": 16, "plain": True}
-
-
-def test_slots_are_selected_by_parts_of_their_names():
-    found = selected([80, 90], ["80 dq 16 bits D=64 p", "90 dkv 32 bits D=16"])
-    assert [x.name[6:] for x in found] == ["dq 16 bits D=64 plain", "dkv 32 bits D=16,32,64"]
-    with pytest.raises(UserError, match=r"nothing: expected .*'sm_90 fwd 16 bits"):
-        selected([90], ["nothing"])
 
 
 @pytest.mark.parametrize(("bits", "issued", "waits", "clocks"), [

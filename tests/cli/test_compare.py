@@ -1,7 +1,6 @@
 """Planted differences between two runs are found."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -78,15 +77,7 @@ def test_records_of_other_types_are_left_out(run, differing):
     assert differing() == (0, [])
 
 
-def test_a_table_fits_a_terminal_and_losses_of_other_texts_are_not_compared(
-    trained, run, capsys, monkeypatch
-):
-    change(run / "config.json", "recipe", "x" * 150)
+def test_losses_of_other_texts_are_not_compared(trained, run, capsys):
     change(run / "manifest.json", "data.sha256", "f" * 64)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "100")
-    capsys.readouterr()
     compare.main([str(trained), str(run)])
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 100
-    assert "their losses cannot be compared" in printed
+    assert "their losses cannot be compared" in capsys.readouterr().out

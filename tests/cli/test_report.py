@@ -78,21 +78,11 @@ def test_the_last_evaluation_counts_by_its_loss_over_the_text_of_the_others(run)
     assert found.best == 2
 
 
-@pytest.mark.parametrize(
-    ("lost", "said"),
-    [
-        ("metrics.jsonl", "logged 0 of 8 steps"),
-        ("samples.txt", "There are no samples"),
-        ("manifest.json", "the machine is unknown"),
-    ],
-)
-def test_what_is_missing_is_a_note(run, lost, said):
+def test_what_is_missing_is_a_note_and_a_damaged_config_an_error(run):
     assert read_run(run, "a").notes == []
-    (run / lost).unlink()
-    assert said in " ".join(read_run(run, "a").notes)
-
-
-def test_a_damaged_manifest_is_shown_as_far_as_it_goes_and_a_damaged_config_is_an_error(run):
+    for lost in ("metrics.jsonl", "samples.txt", "manifest.json"):
+        (run / lost).unlink()
+    assert len(read_run(run, "a").notes) == 3
     (run / "manifest.json").write_text('{"data": 3, "ops": [1], "resumes": {"a": 1}, "ranks": "x"}')
     assert "<h2>Environment</h2>" in page_of(run)
     (run / "config.json").write_text("{")

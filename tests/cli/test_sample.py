@@ -8,8 +8,6 @@ import torch
 
 from fastgpt.checkpoint import checkpoint
 from fastgpt.data.tokenizers import ByteTokenizer
-from fastgpt.device.device import DTYPES
-from fastgpt.ops import torch_ops
 from fastgpt.sample import main
 from fastgpt.sampling.text import encode_prompt, sample_text
 from tests.models import greedy, sharp
@@ -39,11 +37,6 @@ def test_samples_of_each_prompt_stand_together_below_lines_that_tell_which(sampl
     assert sample(*flags) == out != sample(*flags, "--seed", "1")
 
 
-def test_the_coldest_draws_are_the_likeliest_tokens(sample):
-    cold = sample("--prompt", "t", "--temperature", "1e-6")
-    assert cold == sample("--prompt", "t", "--temperature", "0")
-
-
 def test_a_run_is_sampled_from_where_its_loss_was_lowest(fit, capsys):
     flags = "--optim.lr 3 --optim.kind adamw --optim.schedule constant --optim.grad-clip 0"
     run = fit(flags, "--steps 12 --eval-every 2 --model.dropout 0.2")
@@ -58,27 +51,6 @@ def test_a_run_is_sampled_from_where_its_loss_was_lowest(fit, capsys):
         texts.append(out)
         assert (f"sampling from {best}, step {step}, " in err) == (path == run)
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_a_prompt_whose_beginning_the_model_does_not_see_is_told(trained, capsys):
-    capsys.readouterr()
-    main([str(trained), *FLAGS, "--prompt", "t" * 16, "--prompt", "t" * 17])
-    [warning] = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert "17 tokens: the model sees the last 16" in warning
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_products_have_the_precision_asked_for(sample, precision, monkeypatch):
-    dtypes, logits = set(), torch_ops.head_logits
-
-    def seen(*args, **options):
-        y = logits(*args, **options)
-        dtypes.add(y.dtype)
-        return y
-
-    monkeypatch.setattr("fastgpt.model.gpt.head_logits", seen)
-    sample("--prompt", "the", "--precision", precision)
-    assert dtypes == {DTYPES[precision]}
 
 
 class WithEnd(ByteTokenizer):

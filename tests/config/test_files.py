@@ -41,12 +41,9 @@ def test_a_file_replaces_the_recipe_and_flags_the_file(written):
     assert configure(["--config", written("track: [wandb, trackio]")]).track == ("wandb", "trackio")
 
 
-def test_words_and_numbers_are_those_of_yaml_1_2(written):
+def test_words_and_numbers_are_those_of_yaml_1_2_and_what_is_printed_is_yaml(written):
     config = configure(["baby", "--config", written("seed: 010\ntrain: {compile: off}")])
     assert (config.seed, config.train.compile) == (10, "off")
-
-
-def test_what_is_printed_is_yaml(written):
     printed = answer(["shakespeare-cpu", "--steps", "7", "--print-config"])
     assert configure(["--config", written(printed)]).steps == 7
 
@@ -55,25 +52,14 @@ def test_what_is_printed_is_yaml(written):
     ("text", "flags", "said"),
     [
         ("stepz: 3", "", r"run\.yaml 'stepz'; did you mean 'steps'"),
-        ("model: {dime: 3}", "", "of model in .* 'dime'; did you mean 'dim'"),
         ("run_dir: x\nresume: auto", "", "'run_dir'"),
         ("model: 3", "", "model of .* is 3: expected settings by name"),
-        ("[1]", "", r"holds \[1\]"),
-        ("steps: {a: 1}", "", "--steps is a value of type dict and length 1: expected an integer"),
-        ("steps: 1e3", "", r"--steps is 1000\.0: expected an integer"),
-        ("seed: -1", "", "--seed is -1: expected 0 to"),
         ("seed: true", "", "--seed is True"),
-        ("model: {tied: yes}", "", "'yes': expected True or False"),
-        ("ops: {loss: mine}", "", "'mine': expected auto or torch or chunked"),
-        ("model: {rotary_scaling: [1]}", "", "a number, a number, a number, an integer. or None"),
         ("track: wandb", "", r"expected none or a list .tensorboard or wandb or trackio, \.\.\."),
-        ("track: [wandb, none]", "", "--track is a value of type tuple and length 2"),
         ("train: {z_loss: 1}\ntrain: {}", "", "line 2: found duplicate key"),
         (f"a: &a [1]\nb: [{','.join(['*a'] * 9)}]", "", "line 2: expected a value, not an alias"),
         (f"steps: {'[' * 5000}", "", "line 1: maximum depth"),
         ("steps: !!bool x", "", r"run\.yaml cannot be read"),
-        ("recipe: nope", "", "unknown recipe 'nope'"),
-        ("recipe: [baby]", "", "unknown recipe .*baby"),
         ("recipe: baby", "gpt2-124m", "is of recipe baby: expected that, not gpt2-124m"),
         ("steps: 3\nepochs: 2", "", "steps and epochs are both in"),
         ("steps: 3", "--resume auto", "a resumed run has its settings"),
@@ -82,8 +68,3 @@ def test_what_is_printed_is_yaml(written):
 def test_bad_files_are_one_line(text, flags, said, written):
     with pytest.raises(UserError, match=said):
         configure([*flags.split(), "--config", written(text)])
-
-
-def test_a_file_that_is_not_there():
-    with pytest.raises(UserError, match=r"--config none\.yaml cannot be read: No such file"):
-        configure(["--config", "none.yaml"])

@@ -69,13 +69,3 @@ wait_for(before)
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux counts threads there")
 def test_a_thread_holds_a_team_until_it_is_let_go():
     assert python("-c", TEAM, OMP_NUM_THREADS=None).stderr == ""
-
-
-def test_a_thread_that_has_ended_is_not_watched_any_more(tmp_path):
-    cpu.adapt_spinning(tmp_path / "schedstat")
-
-
-def test_a_run_that_compiles_nothing_does_not_import_dynamo(tiny):
-    said = "import sys\nfrom fastgpt.cli import main\nmain()\nprint('torch._dynamo' in sys.modules)"
-    argv = tiny("--optim.kind muon --train.device cpu --steps 2 --train.sample-tokens 4")
-    assert python("-c", said, *argv).stdout.splitlines()[-1] == "False"

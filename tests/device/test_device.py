@@ -13,21 +13,13 @@ from fastgpt.logs.metrics import read_records
 from tests.runs import series
 
 
-@pytest.fixture
-def no_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-
-
 @pytest.mark.parametrize(
     ("feature", "most", "fast"),
     [
         ("avx512_bf16", None, True),
-        ("amx_bf16", None, True),
         ("avx512_f", None, False),
         ("avx512_bf16", "AVX512_CORE", False),
         ("avx512_bf16", "avx512_core_bf16", True),
-        ("avx512_bf16", "AVX512_CORE_AMX", True),
     ],
 )
 def test_bf16_is_as_fast_as_the_instructions_that_onednn_may_use(monkeypatch, feature, most, fast):
@@ -75,23 +67,14 @@ def test_compile(monkeypatch, asked, kind, expected, found):
 
 
 @pytest.mark.parametrize("name", ["g++", "clang++", "own"])
-def test_compilers_that_are_found(no_compiler, monkeypatch, tmp_path, name):
+def test_compilers_that_are_found(monkeypatch, tmp_path, name):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     assert not device.has_compiler()
     (tmp_path / name).touch(mode=0o755)
     if name == "own":
         monkeypatch.setenv("CXX", str(tmp_path / name))
     assert device.has_compiler()
-
-
-def test_training_without_a_compiler_says_so_in_one_line(fit, no_compiler, capfd):
-    run = fit("--train.compile on --train.device cpu --steps 2")
-    out, err = capfd.readouterr()
-    [line] = [line for line in (out + err).splitlines() if "compiler" in line]
-    assert line.startswith("warning: ")
-    assert json.loads((run / "manifest.json").read_text())["compile"] is False
-
-
-# --- peak -----------------------------------------------------------------------------------------
 
 
 def test_a_peak_that_a_run_surpasses_is_what_the_run_reaches(fit, monkeypatch):
@@ -115,9 +98,6 @@ def test_the_peak_is_that_of_the_fastest_product_after_the_first(monkeypatch):
     peak = device.measured_peak("cpu", torch.float32, 0.85)
     assert peak == pytest.approx(2 * 1024**3 / 0.2)
     reset.assert_called_once_with("cpu")  # what the matrices take is not the run's peak memory
-
-
-# --- torch.compile --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

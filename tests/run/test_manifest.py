@@ -31,12 +31,3 @@ def test_a_run_on_cpus_keeps_its_precision(tmp_path, asked, on, begun, expected)
     assert precision_asked(config, on, print) == asked  # a new run
     for resumed in (tmp_path, tmp_path / "checkpoints" / "step_7"):
         assert precision_asked(replace(config, resume=str(resumed)), on, print) == expected
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_bf16_that_is_emulated_now_is_warned_of(tmp_path, monkeypatch, fast):
-    monkeypatch.setattr("fastgpt.run.manifest.fast_bf16", lambda _: fast)
-    (tmp_path / "manifest.json").write_text(json.dumps(BEGUN))
-    said = []
-    assert precision_asked(Config(resume=str(tmp_path)), "cpu", said.append) == "bf16"
-    assert len(said) == (not fast)
