@@ -46,8 +46,7 @@ OURS = {
 
 
 def moved(model: torch.nn.Module) -> None:
-    """Adds noise to all weights: those of norms would else be 1 and biases 0."""
-    with torch.no_grad():
+    with torch.no_grad():  # those of norms would else be 1 and biases 0
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.1)
 
@@ -132,7 +131,6 @@ def started(argv: list[str]) -> Run:
 
 
 def refused(argv: list[str], said: str) -> None:
-    """Asserts that a run with these flags cannot start, and what the error says."""
     with pytest.raises(UserError, match=said):
         started(argv)
 

@@ -127,7 +127,12 @@ def test_data_of_another_tokenizer_is_refused(hf, argv, tmp_path):
     refused(argv(hf, f"--data.source {other}"), r"prepared with tokenizer 'bpe', not .*tiny-gpt2")
     started(argv(hf, f"--data.source {same}")).loader.close()
     run = saved_run(tmp_path / "no-tokenizer")
-    refused(argv(run), "has no tokenizer")
+    source = models.foreign(run, "nanogpt", tmp_path / "ckpt.pt")
+    assert configure(argv(source)).model.activation == "gelu_erf"
+    refused(argv(source), "has no tokenizer")
+    refused(argv("runs/mistyped"), "runs/mistyped does not exist")
+    with pytest.raises(UserError, match="has no tokenizer"):
+        read(str(source)).known_tokenizer()
     refused(argv(run, "--data.tokenizer bytes"), rf"256 tokens.*step_0+ needs at most {models.V}")
 
 

@@ -191,7 +191,6 @@ CASES |= {name: {"config": config, "context": 16} for config, name in RECIPE.ite
 
 
 def step_by_step(model: GPT, tokens: Tensor, chunks: list[int]) -> Tensor:
-    """Computes the logits at all positions with the cache, a few tokens at a time."""
     cache = Cache(model.config, len(tokens), sum(chunks), tokens.device)
     return torch.cat([model(part, cache=cache) for part in tokens.split(chunks, 1)], 1)
 
