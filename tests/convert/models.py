@@ -46,14 +46,12 @@ OURS = {
 
 
 def moved(model: torch.nn.Module) -> None:
-    """Adds noise to all weights: those of norms would else be 1 and biases 0."""
-    with torch.no_grad():
+    with torch.no_grad():  # those of norms would else be 1 and biases 0
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.1)
 
 
 def theirs(family: str, **options) -> PreTrainedModel:
-    """Builds a model of transformers with random weights."""
     if family == "gpt2":
         sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": CONTEXT, "vocab_size": V}
         sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -69,7 +67,6 @@ def theirs(family: str, **options) -> PreTrainedModel:
 
 
 def saved(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Saves a model in several files."""
     model.to(dtype).save_pretrained(folder, max_shard_size="20KB")
     model.float()
     return folder
@@ -78,7 +75,6 @@ def saved(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float
 def saved_run(
     folder: Path, tokenizer: Tokenizer | None = None, dtype: torch.dtype = torch.float32, **options
 ) -> Path:
-    """Saves a model of ours with random weights."""
     sizes = {"num_layers": 2, "num_heads": 4, "dim": 32, "context": CONTEXT, "vocab_size": V}
     config = ModelConfig(**sizes | options)
     model = GPT.from_config(config)
@@ -100,7 +96,6 @@ def converted(source: Path, target: Path, to: str, **options) -> Path:
     return target
 
 
-LAYER = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 SUFFIX = {"nanogpt": ".pt", "llmc": ".bin"}
 
 
@@ -123,7 +118,7 @@ def foreign(run: Path, kind: str, file: Path) -> Path:
     header = torch.zeros(256, dtype=torch.int32)
     header[:8] = torch.tensor([20240326, version, *sizes, padded])
     order = ["wte.weight", "wpe.weight"]
-    for part in LAYER:
+    for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
         for kind in ("weight", "bias"):
             order += [f"h.{layer}.{part}.{kind}" for layer in range(config.num_layers)]
     parts = [header, *(ours[name] for name in (*order, "ln_f.weight", "ln_f.bias"))]
@@ -132,18 +127,15 @@ def foreign(run: Path, kind: str, file: Path) -> Path:
 
 
 def started(argv: list[str]) -> Run:
-    """Builds what a command line asks for, without a step."""
     return build(resolve(configure(argv)))
 
 
 def refused(argv: list[str], said: str) -> None:
-    """Asserts that a run with these flags cannot start, and what the error says."""
     with pytest.raises(UserError, match=said):
         started(argv)
 
 
 def weights(path: Path) -> Weights:
-    """Reads a model of any kind under our names."""
     return read(str(path)).weights
 
 
@@ -155,5 +147,4 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 def files(folder: Path) -> dict[str, Tensor]:
-    """Reads the tensors of all files of a folder under the names that they have there."""
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}

@@ -18,22 +18,13 @@ from fastgpt.data.tokenizers import LETTERS, Tokenizer
 from fastgpt.errors import UserError
 from fastgpt.sampling.chat import encode, template_of
 from fastgpt.sampling.templating import CHATML
-from tests.convert.models import (
-    LLAMA,
-    OURS,
-    TEXTS,
-    change_config,
-    converted,
-    files,
-    saved,
-    saved_run,
-    theirs,
-)
+from tests.convert import models
+from tests.convert.models import LLAMA, TEXTS, converted, files, saved, saved_run, theirs
 from tests.data.sets import LEARNT, texts, tokenizer_of
 
 MODELS = {
     "gpt2": {"tied": False}, "llama": LLAMA | {"num_kv_heads": 2, "head_size": 16},
-    "qwen3": OURS["qwen3-without-weights"],
+    "qwen3": models.OURS["qwen3-without-weights"],
 }  # fmt: skip
 NAMES = {
     "gpt2": {
@@ -81,9 +72,8 @@ def test_settings_vocabulary_and_chat_template_are_in_the_file(tmp_path):
     assert fields["tokenizer.ggml.token_type"][:2] == [3, 1]  # control, normal
     names = ("chat_template", "ggml.bos_token_id", "ggml.eos_token_id")
     assert [fields[f"tokenizer.{name}"] for name in names] == ["{{ messages }}\u00e9", 3, 7]
-    bad = [{"eos_token_id": x} for x in ([], -1, 10**30)]
-    for ids in (*bad, {"bos_token_id": [1]}, {"bos_token_id": 510}):
-        change_config(folder, **{"eos_token_id": 7} | ids)
+    for ids in ({"eos_token_id": []}, {"eos_token_id": -1}, {"bos_token_id": 510}):
+        models.change_config(folder, **{"eos_token_id": 7} | ids)
         with pytest.raises(UserError, match="expected an id below 510"):
             converted(folder, tmp_path / "b.gguf", "gguf")
 
@@ -153,17 +143,12 @@ def test_other_files_and_a_missing_package_are_named(tmp_path, monkeypatch):
     refused(other, r"other.gguf cannot be read as GGUF: \w+Error: ")
     run = saved_run(tmp_path / "b", tokenizer_of("bpe"), vocab_size=510, **MODELS["llama"])
     file = converted(run, tmp_path / "b.gguf", "gguf", dtype="q8_0")
-    with monkeypatch.context() as patched:
-        patched.delitem(gguf.quants._type_traits, gguf.GGMLQuantizationType.Q8_0)
-        refused(file, "Q8_0 is not yet implemented: expected F32")
     monkeypatch.setitem(sys.modules, "gguf", None)
     refused(file, "needs the package gguf")
 
 
 @pytest.mark.parametrize(("options", "tokenizer", "dtype", "said"), [
     ({"activation": "gelu_erf"}, "bpe", "fp16", "activation is gelu_erf"),
-    (LLAMA | {"rotary_scaling": (8, 1, 4, 20)}, "bpe", "fp16", "--model.rotary-scaling"),
-    ({"softcap": 3.0}, "bpe", "fp16", "--model.softcap is 3.0"),
     ({}, "wordpiece", "fp16", "this model has wordpiece"),
     ({"dim": 40}, "bpe", "q8_0", "expected rows of a multiple of 32"),
 ])  # fmt: skip
@@ -174,19 +159,6 @@ def test_what_a_file_cannot_hold_is_refused(options, tokenizer, dtype, said, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     with pytest.raises(UserError, match="--dtype is q8_0"):
         ConvertConfig(source="a", target=tmp_path / "b", to="hf", dtype="q8_0")
-
-
-@pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2"])
-def test_llama_cpp_gives_the_same_ids(kind, tmp_path):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source")
-    tokenizer = tokenizer_of(kind)
-    run = saved_run(tmp_path / "run", tokenizer, vocab_size=tokenizer.vocab_size)
-    file = converted(run, tmp_path / "a.gguf", "gguf")
-    theirs = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
-    for text in (*TEXTS, *LEARNT):
-        ids = theirs.tokenize(text.encode(), add_bos=False, special=False)
-        assert ids == tokenizer.encode(text).tolist()
-        assert theirs.detokenize(ids).decode() == text
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -207,13 +179,14 @@ def test_llama_cpp_continues_a_text_as_we_do(family, tmp_path):
     tokens = model.generate(text[None, :20], max_new_tokens=64, temperature=0)
     assert len({*tokens[0, 20:].tolist()}) > 10
     logits = model(tokens)[0].detach().numpy()
-    for dtype, error in (("fp16", 0.005), ("q8_0", 0.1)):
-        file = converted(tmp_path / "run", tmp_path / f"{dtype}.gguf", "gguf", dtype=dtype)
-        how = {"n_ctx": 96, "n_threads": 1, "logits_all": True, "verbose": False}
-        theirs = llama_cpp.Llama(str(file), **how)
-        if dtype == "fp16":
-            made = zip(theirs.generate(text[:20].tolist(), temp=0.0), range(64))
-            assert [x for x, _ in made] == tokens[0, 20:].tolist()
-            theirs.reset()
-        theirs.eval(tokens[0].tolist())
-        assert np.abs(theirs.scores[: len(logits)] - logits).max() < error * np.abs(logits).max()
+    file = converted(tmp_path / "run", tmp_path / "a.gguf", "gguf")
+    how = {"n_ctx": 96, "n_threads": 1, "logits_all": True, "verbose": False}
+    theirs = llama_cpp.Llama(str(file), **how)
+    for each in (*TEXTS, *LEARNT):
+        ids = theirs.tokenize(each.encode(), add_bos=False, special=False)
+        assert ids == tokenizer.encode(each).tolist()
+    made = zip(theirs.generate(text[:20].tolist(), temp=0.0), range(64))
+    assert [x for x, _ in made] == tokens[0, 20:].tolist()
+    theirs.reset()
+    theirs.eval(tokens[0].tolist())
+    assert np.abs(theirs.scores[: len(logits)] - logits).max() < 0.005 * np.abs(logits).max()

@@ -20,8 +20,7 @@ def written(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "options"), [
-    ("nanogpt", {}), ("nanogpt", {"bias": False, "dtype": torch.bfloat16}),
-    ("llmc", {}), ("llmc", {"dtype": torch.bfloat16}),
+    ("nanogpt", {"dtype": torch.bfloat16}), ("llmc", {}), ("llmc", {"dtype": torch.bfloat16}),
 ])  # fmt: skip
 def test_every_bit_is_read_and_converted(kind, options, written, tmp_path):
     run, file = written(kind, **options)
@@ -62,7 +61,6 @@ def test_damaged_files_are_named(written):
     whole = file.read_bytes()
     for content, said in (
         (whole[:-1], rf"{len(whole) - 1:,} bytes: expected {len(whole):,}"),
-        (whole[:100], r"begins with \[20240326, 3\]"),
         (b"\0" * 2000, r"begins with \[0, 0\]"),
     ):
         file.write_bytes(content)
@@ -77,8 +75,6 @@ def test_a_checkpoint_with_other_tensors_is_named(written):
     last = saved["model"].pop(name)
     for extra, said in (
         ({}, r"no tensor ln_f\.bias"),
-        ({name: last[:3]}, r"ln_f\.bias has the shape \(3,\)"),
-        ({name: last, "extra": last}, "extra belongs to no part"),
         ({name: last, "lm_head.weight": torch.ones(V, 32)}, r"lm_head\.weight is not wte\.weight"),
     ):
         torch.save(saved | {"model": saved["model"] | extra}, file)

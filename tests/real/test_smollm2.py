@@ -3,8 +3,6 @@
 import copy
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from fastgpt.kernels.decode_attention import op as decode_attention_op
 from fastgpt.sampling.chat import encode, template_of
 from fastgpt.train.trainer import train
 from tests.convert.models import converted, files, same, started
-from tests.processes import free_port
 
 pytestmark = pytest.mark.slow
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -140,23 +137,3 @@ def test_training_goes_as_with_transformers(theirs, tmp_path, monkeypatch):
         assert float(run.loss) == pytest.approx(loss.item(), abs=1e-4)
     assert loss.item() < first / 2
     run.loader.close()
-
-
-def test_openais_package_gets_the_answer_of_the_served_file(ours, folder):
-    openai = pytest.importorskip("openai")
-    port = free_port()
-    flags = f"--port {port} --slots 1 --device cpu --precision fp32".split()
-    command = [sys.executable, "-m", "fastgpt.serve", str(PLACE / FILE), *flags]
-    with subprocess.Popen(command) as server:
-        try:
-            client = openai.OpenAI(
-                base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=15
-            )
-            said = client.chat.completions.create(
-                model=FILE, messages=TURNS, max_tokens=24, temperature=0
-            )
-        finally:
-            server.terminate()
-    options = {"max_new_tokens": 24, "temperature": 0, "strip": True}
-    pieces = fastgpt.stream(*ours, prompt(TURNS, folder), **options)
-    assert said.choices[0].message.content == "".join(map(str, pieces))

@@ -46,7 +46,6 @@ FLAGS = (
 
 
 def of_bytes(*special, more=()):
-    """Makes a tokenizer of bytes with special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate((*letters, *more))}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], fuse_unk=False))
@@ -63,8 +62,6 @@ def tokenizer():
 
 @pytest.fixture
 def chats(tmp_path):
-    """Writes conversations as JSONL; returns the flag that names the file."""
-
     def write(*rows, text=None):
         path = tmp_path / "chats.jsonl"
         path.write_text(text or "".join(json.dumps(row) + "\n" for row in rows))
@@ -103,28 +100,24 @@ ZEPHYR = (
     "\n{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}] {% else %}"
     " {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
 )
-ELSEWHERE = {  # template, special tokens (of which the first two begin and end), BOS is added
+ELSEWHERE = {  # template, special tokens (of which the first two begin and end)
     "llama3": (LLAMA3, "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|>"
-               " <|eot_id|>", True),
-    "chatml": (CHATML, "<|endoftext|> <|im_end|> <|im_start|>", False),
-    "eos between turns": (ZEPHYR, "<s> </s>", True),
+               " <|eot_id|>"),
+    "eos between turns": (ZEPHYR, "<s> </s>"),
 }  # fmt: skip
 
 
 @pytest.fixture(params=ELSEWHERE)
 def folder(request, tmp_path):
     """A chat model of others: the one with `</s>` splits words as SentencePiece does."""
-    template, special, begins = ELSEWHERE[request.param]
+    template, special = ELSEWHERE[request.param]
     names = special.split()
-    rstrip = names[-1] == "<|im_start|>"
-    made = of_bytes(*(AddedToken(x, rstrip=rstrip) for x in names), more=["\u2581"])
+    made = of_bytes(*(AddedToken(x, rstrip=x == "<|eot_id|>") for x in names), more=["\u2581"])
     if "</s>" in special:
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         made.decoder = decoders.Metaspace()
-    if begins:
-        single = f"{names[0]} $A"
-        both = processors.TemplateProcessing(single, special_tokens=[(names[0], 257)])
-        made.post_processor = processors.Sequence([processors.ByteLevel(), both])
+    begin = processors.TemplateProcessing(f"{names[0]} $A", special_tokens=[(names[0], 257)])
+    made.post_processor = processors.Sequence([processors.ByteLevel(), begin])
     saved(theirs("llama", vocab_size=270, eos_token_id=[258, 64]), tmp_path)
     made.save(str(tmp_path / "tokenizer.json"))
     said = {
@@ -190,7 +183,7 @@ def test_the_loss_is_that_of_the_answers(tiny, chats):
 def test_a_conversation_is_learnt_by_heart(fit, chats, monkeypatch, capsys):
     run = fit(FLAGS, chats(*[{"messages": TALK}] * 3), "--steps 60 --train.micro-batch 2")
     assert template_of(read(str(run)).hf_files).text == CHATML
-    assert f"fastgpt.sample {run} --chat\n" in capsys.readouterr().out
+    capsys.readouterr()
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nwho\n"))
     sample.main([str(run), "--chat", "--temperature", "0"])
     assert capsys.readouterr().out == "hello\nme\n"
@@ -235,7 +228,6 @@ def test_a_run_on_conversations_goes_on(fit, chats, tmp_path):
 @pytest.mark.parametrize(("bad", "said"), [
     ({"messages": messages(("user", "a"), ("user", "b"))}, "message 2 .*assist"),
     ({"messages": messages(("user", "a"), ("assistant", " "))}, "message 2 .*not empty"),
-    ({"messages": messages(("human", "a"))}, "message 1 .*user"),
     ({"messages": messages(("user", "a"))}, "the last message"),
     ({"text": "a"}, "`messages`"),
     ({"prompt": 3, "completion": "b"}, "message 1 .*content"),
@@ -249,10 +241,8 @@ def test_bad_conversations_are_named(bad, said, tiny, chats):
 def test_bad_files_and_templates_are_named(tiny, chats, tokenizer, tmp_path):
     refused(tiny(FLAGS, chats(text="{")), "chats.jsonl, line 1: not JSON")
     refused(tiny(FLAGS, chats({"messages": TALK})), "has 1 conversations")
-    refused(tiny(FLAGS, "--data.source missing.jsonl"), "missing.jsonl cannot be read")
     good, file = chats({"messages": TALK}, {"messages": TALK}), tmp_path / "x.jinja"
     flags = tiny(FLAGS, good, f"--data.chat-template {file}")
-    refused(flags, "x.jinja cannot be read")
     for text, said in (
         ("{% if %}", "cannot be read"),
         ("{{ raise_exception('no') }}", "line 1: .*refuses the messages: no"),
@@ -265,9 +255,5 @@ def test_bad_files_and_templates_are_named(tiny, chats, tokenizer, tmp_path):
     for each in (tokenizer, ByteTokenizer()):
         with pytest.raises(UserError, match=r"line 1: a message contains <\|im_end\|>"):
             open_conversations(tmp_path / "chats.jsonl", each, Template(), **options)
-
-
-def test_a_model_without_template_cannot_chat(tmp_path):
-    run = saved_run(tmp_path / "run", ByteTokenizer(), vocab_size=256)
     with pytest.raises(UserError, match="has no chat template"):
-        sample.main([str(run), "--chat"])
+        sample.main([str(saved_run(tmp_path / "run", tokenizer)), "--chat"])

@@ -13,7 +13,7 @@ import fastgpt
 from fastgpt.data import tokenizers as our_tokenizers
 from fastgpt.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer
 from fastgpt.sampling.chat import Template, talk
-from fastgpt.sampling.streaming import GeneratedText, print_stream
+from fastgpt.sampling.streaming import GeneratedText
 from fastgpt.sampling.text import sample_text
 from tests.models import sharp
 
@@ -102,16 +102,6 @@ def test_stop_strings_end_the_text_before_any_part_of_them_is_shown(text, stop, 
     assert strip or sum(len(piece.tokens) for piece in pieces) == len(expected)
 
 
-@pytest.fixture
-def model():
-    return sharp(num_heads=2, dim=16, vocab_size=30)
-
-
-@pytest.fixture
-def bytes_model():
-    return sharp(num_heads=2, dim=16, vocab_size=256, context=200)
-
-
 class Letters(CharTokenizer):
     """Thirty characters, of which one may end the text."""
 
@@ -122,8 +112,9 @@ class Letters(CharTokenizer):
 
 @pytest.mark.parametrize("eot", [None, 0, 8, 16, 24])
 @torch.no_grad()
-def test_a_stream_is_the_sample_of_its_seed(model, eot):
+def test_a_stream_is_the_sample_of_its_seed(eot):
     """Also beyond the context of 16 tokens; the log-probabilities are the model's own."""
+    model = sharp(num_heads=2, dim=16, vocab_size=30)
     tokenizer, prompt = Letters(eot), torch.tensor([3, 1, 4])
     options = {"max_new_tokens": 25, "temperature": 0.9, "top_k": 9, "repetition_penalty": 1.2}
     [text] = sample_text(model, tokenizer, [prompt], seed=5, **options)
@@ -141,14 +132,16 @@ def test_a_stream_is_the_sample_of_its_seed(model, eot):
     assert cut == text[: text.index(text[8:10], 3)] if text[8:10] else text
 
 
-def test_a_stream_is_not_computed_ahead_and_leaves_nothing_switched_on(model):
+def test_a_stream_is_not_computed_ahead_and_leaves_nothing_switched_on():
+    model = sharp(num_heads=2, dim=16, vocab_size=30)
     next(fastgpt.stream(model, Letters(), "DBE", max_new_tokens=10**5, exact=True))
     assert torch.is_grad_enabled()
     assert not fastgpt.kernels.is_batch_invariant()
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_conversation(bytes_model, monkeypatch, capsys):
-    calls, forward = [], bytes_model.forward
+def test_ctrl_c_and_a_line_that_is_too_long_do_not_end_a_conversation(monkeypatch, capsys):
+    model = sharp(num_heads=2, dim=16, vocab_size=256, context=200)
+    calls, forward = [], model.forward
 
     def interrupted(*args, **options):
         calls.append(args[0].shape[1])
@@ -156,26 +149,11 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(bytes_model, monkeypatch
             raise KeyboardInterrupt
         return forward(*args, **options)
 
-    monkeypatch.setattr(bytes_model, "forward", interrupted)
-    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nyou\n"))
-    talk(bytes_model, ByteTokenizer(), Template(), max_new_tokens=5, temperature=0)
+    monkeypatch.setattr(model, "forward", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nyou\n" + "a" * 300))
+    talk(model, ByteTokenizer(), Template(), max_new_tokens=5, temperature=0)
     assert len(calls) == 4 + 5
     assert calls[4] > calls[0], "the next turn has the first one before it"
-    assert capsys.readouterr().out.count("\n") >= 2
-
-
-def test_a_line_that_is_too_long_does_not_end_a_conversation(bytes_model, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("a" * 300 + "\nhi\n"))
-    talk(bytes_model, ByteTokenizer(), Template(), max_new_tokens=5, temperature=0)
     out, err = capsys.readouterr()
-    assert len(out) > 1
-    assert " tokens are more than the context of 200\n" in err
-
-
-def test_a_terminal_gets_no_control_characters(monkeypatch):
-    for tty, shown in ((True, "a\nb\ufffd[2J\ufffd\n"), (False, "a\r\nb\x1b[2J\r\n")):
-        out = io.StringIO(newline="")
-        out.isatty = lambda tty=tty: tty
-        monkeypatch.setattr("sys.stdout", out)
-        assert print_stream(["a\r", "\nb", "\x1b", "[2J\r"]) == "a\r\nb\x1b[2J\r"
-        assert out.getvalue() == shown
+    assert out.count("\n") >= 2
+    assert "more than the context of 200" in err
