@@ -47,11 +47,10 @@ def printed_by(script: str, *arguments: object, **environment: str) -> str:
     return done.stdout
 
 
+PRELOADED = ["matplotlib.figure", "torch._dynamo", "triton", "tyro", "fastgpt.train.trainer"]
 FORKS = get_context("forkserver")
 """Forks of a process that has imported the trainer, which takes 5 s, and starts no thread."""
-FORKS.set_forkserver_preload(
-    ["matplotlib.figure", "torch._dynamo", "triton", "tyro", "fastgpt.train.trainer"]
-)
+FORKS.set_forkserver_preload(PRELOADED)
 TAKEN: list[float] = []
 """Core-seconds of forks, which are no children of this process."""
 PR_SET_PDEATHSIG = 1
