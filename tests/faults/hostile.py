@@ -1,9 +1,7 @@
 """Loads damaged files: `python -m tests.faults.hostile` writes the record of 10,000 cases.
 
-Each case changes one file of a run, a prepared dataset, a model of Hugging Face, nanoGPT or llm.c,
-another program's shards, tokenizers or a chat template, and loads and uses it. Right are a
-`UserError` of one line, the result of the unchanged files, or another one where no checksum covers
-the file or a new one was computed, as an attacker can.
+Each case changes one file, and loads and uses it. Right are a `UserError` of one line, the result
+of the unchanged files, or another one where no checksum covers the file or a new one was computed.
 """
 
 import copy
@@ -316,8 +314,20 @@ def outcome(load: Callable[[], object], expected: str, covered: bool) -> tuple[s
     return (f"FAULT: {took:.1f} s" if took > CPU_S else said), took
 
 
-def run_cases(folder: Path, cases: int, seed: int) -> dict[str, Any]:
-    """Runs cases, prints those with a fault, and returns the record."""
+def table(counts: Counter[tuple[str, str, str]]) -> str:
+    """Returns the counts of (files, file, outcome) as a table of Markdown."""
+    sums, columns = Counter(), ("refused", "equal", "other content", "FAULT")
+    for (name, _, said), n in counts.items():
+        sums[name, said] += n
+    rows = [f"| files | {' | '.join(columns)} |", "| --- | --: | --: | --: | --: |"]
+    for name in sorted({name for name, _ in sums}):
+        found = (f"{sums[name, said]:,}" for said in columns)
+        rows.append(f"| {name} | {' | '.join(found)} |")
+    return "\n".join(rows)
+
+
+def run_cases(folder: Path, cases: int, seed: int, out: Path) -> int:
+    """Loads damaged files, prints those with a fault and a table, and writes the record."""
     known, counts, slowest = targets(folder), Counter(), 0.0
     whole = {
         name: {path: path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
@@ -343,34 +353,21 @@ def run_cases(folder: Path, cases: int, seed: int) -> dict[str, Any]:
         for file, content in whole[name].items():
             file.write_bytes(content)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {
+    record = {
         "cases": cases, "seed": seed, "seconds": round(time.perf_counter() - start),
         "slowest_cpu_s": round(slowest, 2), "grown_mib": grown // 1024,
         "counts": [[*key, n] for key, n in sorted(counts.items())],
     }  # fmt: skip
-
-
-def table(record: dict[str, Any]) -> str:
-    """Returns the record as a table of Markdown."""
-    sums, columns = Counter(), ("refused", "equal", "other content", "FAULT")
-    for name, _, said, n in record["counts"]:
-        sums[name, said] += n
-    rows = [f"| files | {' | '.join(columns)} |", "| --- | --: | --: | --: | --: |"]
-    for name in sorted({name for name, _ in sums}):
-        found = (f"{sums[name, said]:,}" for said in columns)
-        rows.append(f"| {name} | {' | '.join(found)} |")
-    return "\n".join(rows)
+    out.write_text(json.dumps(record).replace("[[", "[\n[").replace("], [", "],\n[") + "\n")
+    print(table(counts))
+    return int(any(said == "FAULT" for _, _, said in counts))
 
 
 def main(cases: int = 10_000, seed: int = 0, out: Path = RECORD) -> int:
-    """Loads damaged files, writes the record, and prints its table."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FASTGPT_CACHE"] = f"{folder}/cache"
-        record = run_cases(Path(folder), cases, seed)
-    out.write_text(json.dumps(record).replace("[[", "[\n[").replace("], [", "],\n[") + "\n")
-    print(table(record))
-    return int(any(said == "FAULT" for _, _, said, _ in record["counts"]))
+        return run_cases(Path(folder), cases, seed, out)
 
 
 if __name__ == "__main__":

@@ -20,23 +20,21 @@ def train_and_fail(argv, how, failed):
     """
     rank, seed = int(os.environ["RANK"]), trainer.seed_dropout
 
-    def fail():
-        failed.touch()
-        if how == "late":
-            time.sleep(600)
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError("seeded fault") if how == "exception" else UserError("seeded mistake")
-
     def fail_at_step_2(run):
-        if run.step == 2 and rank == 2:
-            fail()
         while run.step == 2 and rank == 1:
             time.sleep(60)
+        if run.step == 2 and rank == 2:
+            failed.touch()
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise (
+                RuntimeError("seeded fault") if how == "exception" else UserError("seeded mistake")
+            )
         seed(run)
 
     if how == "late" and rank == 2:
-        fail()
+        failed.touch()
+        time.sleep(600)
     with mock.patch.object(trainer, "seed_dropout", fail_at_step_2):
         cli.main(argv)
 

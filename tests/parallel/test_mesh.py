@@ -22,8 +22,6 @@ CP, TP = "--parallel.cp 2", f"{FSDP} --parallel.tp 2"
     ("settings", "group", "same_data"),
     [
         ({}, 8, 1),
-        ({"kind": "hsdp", "shards": 4}, 4, 1),
-        ({"cp": 2}, 8, 2),
         ({"kind": "hsdp", "tp": 2, "cp": 2, "shards": 4}, 4, 4),
     ],
 )
