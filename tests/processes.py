@@ -6,24 +6,19 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).parents[1]
-
-# --- commands -------------------------------------------------------------------------------------
 
 
 def changed(environment: dict[str, str | None]) -> dict[str, str]:
@@ -52,254 +47,38 @@ def printed_by(script: str, *arguments: object, **environment: str) -> str:
     return done.stdout
 
 
-# --- forks ----------------------------------------------------------------------------------------
-
+PRELOADED = ["matplotlib.figure", "torch._dynamo", "triton", "tyro", "fastgpt.train.trainer"]
 FORKS = get_context("forkserver")
 """Forks of a process that has imported the trainer, which takes 5 s, and starts no thread."""
-FORKS.set_forkserver_preload(
-    ["matplotlib.figure", "torch._dynamo", "triton", "tyro", "fastgpt.train.trainer"]
-)
+FORKS.set_forkserver_preload(PRELOADED)
 TAKEN: list[float] = []
 """Core-seconds of forks, which are no children of this process."""
-
-
-def forked(
-    function: Callable[..., object], *args: object, cwd: Path = ROOT, timeout: float = 600,
-    **environment: str | None,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Calls a function of a module in a fork; returns its exit status and what it printed."""
-    with tempfile.TemporaryDirectory() as folder:
-        call = (folder, cwd, changed(environment), function, args)
-        fork = FORKS.Process(target=_call, args=call)
-        fork.start()
-        fork.join(timeout)
-        fork.kill()
-        texts = [Path(folder, name).read_text() for name in ("out", "err")]
-        TAKEN.extend(float(path.read_text()) for path in Path(folder).glob("seconds-*"))
-        assert (fork.exitcode or 0) >= 0, f"{function}: {fork.exitcode}, {texts}"
-        return subprocess.CompletedProcess([], fork.exitcode or 0, *texts)
-
-
-def script(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
-    """Runs a script or, after `-m`, a module with arguments; otherwise as `forked`."""
-    return forked(run_script, [*map(str, arguments)], **how)
-
-
-def _call(folder: str, cwd: Path, environment: dict[str, str], function: Any, args: Any) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-    sys.path.insert(0, str(cwd))
-    for number, name in enumerate(("out", "err"), 1):
-        file = os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, number)
-    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
-    try:
-        function(*args)
-    finally:
-        Path(folder, f"seconds-{os.getpid()}").write_text(str(sum(os.times()[:4])))
-
-
-def run_script(arguments: list[str]) -> None:
-    module = arguments[0] == "-m"
-    sys.argv = arguments[module:]
-    if module:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-# --- ranks ----------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
-
-
-def environments(size: int) -> list[dict[str, str]]:
-    """Returns the variables that torchrun sets for each rank."""
-    port = str(free_port())
-    all_ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    all_ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
-    return [all_ | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(size)]
-
-
-class Ranks:
-    """Ranks of one process group, which call functions, one after the other."""
-
-    def __init__(self, size: int = 2) -> None:
-        self.size, self.links, self.forks = size, list[Connection](), list[Any]()
-
-    def __call__(self, function: Callable[..., Any], *args: object, timeout: float = 150) -> list:
-        """Calls a function of a module on each rank; returns the results in the ranks' order.
-
-        What it needs beside its arguments is in `os.environ` and torch.distributed. An error on a
-        rank ends all, and is raised here with its traceback.
-        """
-        if not self.forks:
-            self._start()
-        for link in self.links:
-            link.send((function, args))
-        results, until = dict[int, Any](), time.monotonic() + timeout
-        while len(results) < self.size:
-            left = [link for rank, link in enumerate(self.links) if rank not in results]
-            for link in (ready := wait(left, max(until - time.monotonic(), 0))):
-                rank = self.links.index(link)  # pyright: ignore
-                try:
-                    error, results[rank], seconds = link.recv()  # pyright: ignore
-                except EOFError:
-                    error, seconds = "it has ended", 0
-                TAKEN.append(seconds)
-                if error:
-                    self.stop()
-                    raise AssertionError(f"rank {rank}: {error}")
-            if not ready:
-                self.stop()
-                raise AssertionError(f"no answer in {timeout} s from a rank but {sorted(results)}")
-        return [results[rank] for rank in range(self.size)]
-
-    def train(self, *argvs: list[str], timeout: float = 150) -> str:
-        """Trains runs, given by their command lines; returns what all ranks printed."""
-        return "".join(self(train_in_turn, argvs, timeout=timeout))
-
-    def _start(self) -> None:
-        for own in environments(self.size):
-            ours, its = FORKS.Pipe()
-            fork = FORKS.Process(target=_serve, args=(its, os.environ | own), daemon=True)
-            fork.start()
-            its.close()
-            self.links.append(ours)
-            self.forks.append(fork)
-
-    def stop(self, seconds: float = 0) -> None:
-        """Ends the ranks, in so many seconds by themselves; the next call starts others."""
-        for link in self.links:
-            link.close()
-        for fork in self.forks:
-            fork.join(seconds)
-        for fork in self.forks:
-            fork.kill()
-            fork.join()
-        self.links, self.forks = [], []
-
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop(5)
-
-
-def _serve(link: Connection, environment: dict[str, str]) -> None:
-    """Calls what comes through the link, until its other end closes."""
-    from fastgpt.faults.failure import abort_all_ranks
-
-    os.environ.update(environment)
-    _cheapen()
-    with abort_all_ranks():  # in the end they leave the group together
-        while True:
-            try:
-                function, args = link.recv()
-            except EOFError:
-                break
-            error, result, begun = None, None, time.process_time()
-            try:
-                result = function(*args)
-            except BaseException:
-                error = traceback.format_exc()
-            link.send((error, result, time.process_time() - begun))
-
-
-def _cheapen() -> None:
-    """Leaves out what takes longer than a tiny run, as the fixture `tiny` does."""
-    import torch
-
-    from fastgpt.device import device
-    from fastgpt.logs import metrics
-
-    torch.set_num_threads(1)
-    metrics.plot_losses = lambda records, path, title: path.touch()
-    device.measured_peak = lambda *_: 1e11
-
-
-def train_in_turn(argvs: list[list[str]]) -> str:
-    """Trains runs in this process; returns what it printed."""
-    from fastgpt.cli import configure
-    from fastgpt.train.trainer import Trainer
-
-    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(printed):
-        for argv in argvs:
-            Trainer(configure(argv)).fit()
-    return printed.getvalue()
-
-
-# --- torchrun -------------------------------------------------------------------------------------
-
-
-def torchrun(
-    ranks: int, *argv: str, cwd: Path = ROOT, before: tuple = (), **environment: str
-) -> subprocess.Popen[str]:
-    """Starts `torchrun --nproc_per_node=RANKS ARGV`, with its own port and session.
-
-    The words `before` stand before the command. The port comes through torchrun's own environment
-    variable, so that the command is as typed.
-    """
-    own = {"PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **environment}
-    own["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [*before, "torchrun", f"--nproc_per_node={ranks}", *argv],
-        cwd=cwd, env=os.environ | own, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 150) -> str:
-    """Returns the output of a process that must succeed."""
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, err
-    return out
-
-
-def read_until(process: Any, pattern: str) -> None:
-    """Reads the output's lines up to the first that matches."""
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if re.search(pattern, line):
-            return
-    raise AssertionError("".join(lines) + process.stderr.read())
-
-
-# --- torchrun's agent in a fork -------------------------------------------------------------------
+PR_SET_PDEATHSIG = 1
 
 
 class Job:
-    """torchrun's agent and its ranks, which call a function, may be signalled, and may fail.
+    """A fork that calls a function, may be signalled, and may fail.
 
-    All are forks of a process that has imported the trainer: they begin in a second, where
-    `torchrun` takes 5 s of a core for each.
+    With `ranks` it is torchrun's agent, and so many forks of it, the ranks, call the function. They
+    begin in a second, where `torchrun` takes 5 s of a core for each.
     """
 
     def __init__(
-        self, ranks: int, function: Callable[..., object], *args: object, **environment: str | None
-    ) -> None:
+        self, ranks: int, function: Callable[..., object], *args: object, cwd: Path = ROOT,
+        **environment: str | None,
+    ) -> None:  # fmt: skip
         self._folder = tempfile.TemporaryDirectory()
-        self._ended, its = FORKS.Pipe(duplex=False)
-        how = (its, ranks, function, args)
-        call = (self._folder.name, ROOT, changed({"OMP_NUM_THREADS": "1"} | environment), _launch)
-        self._agent = FORKS.Process(target=_call, args=(*call, how))
-        self._agent.start()
+        self.place = Path(self._folder.name)
+        self._alive, its = FORKS.Pipe(duplex=False)
+        call = (self.place, cwd, changed(environment), its, ranks, function, args)
+        self._fork = FORKS.Process(target=_call, args=call)
+        self._fork.start()
         its.close()
-        self.pid = self._agent.pid or 0
+        self.pid = self._fork.pid or 0
 
     def said(self, name: str = "out") -> str:
         """Returns what all processes have written so far; `name` is `out` or `err`."""
-        path = Path(self._folder.name, name)
+        path = self.place / name
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, pattern: str, timeout: float = 60) -> None:
@@ -314,11 +93,15 @@ class Job:
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         return [*map(int, children.split())]
 
-    def end(self, timeout: float = 60) -> tuple[int | None, str, str]:
-        """Waits until all processes have ended; returns the agent's status and both outputs."""
-        assert self._ended.poll(timeout), f"not all have ended: {self.said('err')}"
-        self._agent.join(timeout)
-        return self._agent.exitcode, self.said(), self.said("err")
+    def ended(self, timeout: float) -> bool:
+        """Waits for the end of all processes; says whether it came."""
+        return self._alive.poll(timeout)
+
+    def end(self, timeout: float = 60) -> tuple[int, str, str]:
+        """Waits until all processes have ended; returns the first one's status and both outputs."""
+        assert self.ended(timeout), f"not all have ended: {self.said('err')}"
+        self._fork.join()
+        return self._fork.exitcode or 0, self.said(), self.said("err")
 
     def __enter__(self) -> "Job":
         return self
@@ -326,18 +109,49 @@ class Job:
     def __exit__(self, *_: object) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._agent.kill()  # which may not have its own group yet
-        self._agent.join()
+        self._fork.kill()  # which may not have its own group yet
+        self._fork.join()
         self._folder.cleanup()
 
 
-def _launch(_alive: Connection, ranks: int, function: Callable, args: tuple) -> None:
-    """Starts the ranks; `_alive` closes when the last process has ended."""
+def _call(
+    folder: Path, cwd: Path, environment: dict[str, str], _alive: Connection, ranks: int,
+    function: Callable[..., object], args: tuple,
+) -> None:  # fmt: skip
+    """Calls a function in a fork; `_alive` closes when the last process that has it has ended."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.path.insert(0, str(cwd))
+    for number, name in enumerate(("out", "err"), 1):
+        file = os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
+    try:
+        if ranks:
+            _launch(ranks, function, args)
+        else:
+            function(*args)
+    finally:
+        (folder / f"seconds-{os.getpid()}").write_text(str(sum(os.times()[:4])))
+
+
+def _launch(ranks: int, function: Callable[..., object], args: tuple) -> None:
+    """Starts ranks, which leave out what takes longer than a tiny run, as the fixture `tiny` does.
+
+    Without the patch torchrun asks for the GPUs, and forks of a process that has asked for them
+    cannot use them.
+    """
+    import torch
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.setsid()
-    _cheapen()
-    # It asks for the GPUs, and a process that has asked for them has forks that cannot use them.
+    from fastgpt.device import device
+    from fastgpt.logs import metrics
+
+    torch.set_num_threads(1)
+    metrics.plot_losses = lambda records, path, title: path.touch()
+    device.measured_peak = lambda *_: 1e11
     with mock.patch("torch.cuda.is_available", return_value=False):
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="c10d", run_id="job",
@@ -354,4 +168,128 @@ def _rank(agent: int, function: Callable[..., object], args: tuple) -> None:
         os._exit(0)
 
 
-PR_SET_PDEATHSIG = 1
+def forked(
+    function: Callable[..., object], *args: object, timeout: float = 600, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """Calls a function of a module in a fork; returns its exit status and what it printed."""
+    with Job(0, function, *args, **how) as job:
+        status, *texts = job.end(timeout)
+        TAKEN.extend(float(path.read_text()) for path in job.place.glob("seconds-*"))
+    assert status >= 0, f"{function}: {status}, {texts}"
+    return subprocess.CompletedProcess([], status, *texts)
+
+
+def script(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a script or, after `-m`, a module with arguments; otherwise as `forked`."""
+    return forked(run_script, [*map(str, arguments)], **how)
+
+
+def run_script(arguments: list[str]) -> None:
+    module = arguments[0] == "-m"
+    sys.argv = arguments[module:]
+    if module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+class Ranks:
+    """Ranks of one process group, which call functions, one after the other."""
+
+    def __init__(self, size: int = 2) -> None:
+        self.size, self.links, self.job = size, list[Connection](), None
+
+    def __call__(self, function: Callable[..., Any], *args: object, timeout: float = 150) -> list:
+        """Calls a function of a module on each rank; returns the results in the ranks' order.
+
+        What it needs beside its arguments is in `os.environ` and torch.distributed. An error on a
+        rank ends all, and is raised here with its traceback; the next call starts others.
+        """
+        if self.job is None:
+            pipes = [FORKS.Pipe() for _ in range(self.size)]
+            self.links = [ours for ours, _ in pipes]
+            self.job = Job(self.size, _serve, [its for _, its in pipes])
+            for _, its in pipes:
+                its.close()
+        try:
+            for link in self.links:
+                link.send((function, args))
+            if not all(link.poll(timeout) for link in self.links):
+                raise TimeoutError(f"no answer in {timeout} s")
+            results, seconds = zip(*(link.recv() for link in self.links))
+        except (EOFError, OSError) as error:
+            said = self.job.said("err")
+            self.__exit__()
+            raise AssertionError(f"{error}\n{said}") from None
+        TAKEN.extend(seconds)
+        return [*results]
+
+    def train(self, *argvs: list[str], timeout: float = 150) -> str:
+        """Trains runs, given by their command lines; returns what all ranks printed."""
+        return "".join(self(train_in_turn, argvs, timeout=timeout))
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for link in self.links:
+            link.close()
+        if self.job is not None:
+            with self.job:
+                self.job.ended(5)
+        self.job = None
+
+
+def _serve(links: list[Connection]) -> None:
+    """Calls what comes through this rank's link, until its other end closes."""
+    from fastgpt.faults.failure import abort_all_ranks
+
+    link = links[int(os.environ["RANK"])]
+    with abort_all_ranks(), suppress(EOFError):  # in the end they leave the group together
+        while True:
+            function, args = link.recv()
+            begun = time.process_time()
+            link.send((function(*args), time.process_time() - begun))
+
+
+def train_in_turn(argvs: list[list[str]]) -> str:
+    """Trains runs in this process; returns what it printed."""
+    from fastgpt.cli import configure
+    from fastgpt.train.trainer import Trainer
+
+    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(printed):
+        for argv in argvs:
+            Trainer(configure(argv)).fit()
+    return printed.getvalue()
+
+
+def torchrun(
+    ranks: int, *argv: str, before: tuple = (), **environment: str
+) -> subprocess.Popen[str]:
+    """Starts `torchrun --nproc_per_node=RANKS ARGV` in its own session, after the words `before`.
+
+    A free port comes by torchrun's own variables, so that the command is as typed.
+    """
+    own = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "127.0.0.1:0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *argv]
+    return subprocess.Popen(
+        [*before, *command], cwd=ROOT, env=os.environ | own | environment, text=True,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 150) -> str:
+    """Returns the output of a process that must succeed."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, err
+    return out
+
+
+def read_until(process: Any, pattern: str) -> None:
+    """Reads the output's lines up to the first that matches."""
+    found = any(re.search(pattern, line) for line in process.stdout)
+    assert found, process.stderr.read()

@@ -1,9 +1,7 @@
 """Loads damaged files: `python -m tests.faults.hostile` writes the record of 10,000 cases.
 
-Each case changes one file of a run, a prepared dataset, a model of Hugging Face, nanoGPT or llm.c,
-another program's shards, tokenizers or a chat template, and loads and uses it. Right are a
-`UserError` of one line, the result of the unchanged files, or another one where no checksum covers
-the file or a new one was computed, as an attacker can.
+Each case changes one file, and loads and uses it. Right are a `UserError` of one line, the result
+of the unchanged files, or another one where no checksum covers the file or a new one was computed.
 """
 
 import copy
@@ -26,7 +24,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import tyro
@@ -50,17 +48,9 @@ from tests.runs import octets
 RECORD = ROOT / "docs" / "reliability.json"
 CPU_S, SPACE = 2.0, 2**29
 """CPU seconds that a case may take, and bytes of address space that it may add."""
-
-
-# --- what is loaded -------------------------------------------------------------------------------
-
-
-class Target(NamedTuple):
-    """Files that are changed, how they are loaded, and which one has checksums of others."""
-
-    root: Path
-    load: Callable[[], object]
-    record: str = ""
+RECORDS = ("checkpoint.json", "manifest.json")
+"""Files that have checksums of those beside them."""
+TALK = [{"role": "user", "content": "the cat sat?"}, {"role": "assistant", "content": "on a mat"}]
 
 
 def load_model(path: Path) -> object:
@@ -70,6 +60,10 @@ def load_model(path: Path) -> object:
     state = [(name, x.shape, octets(x)) for name, x in model.state_dict().items()]
     texts = None if template is None else [*template.pieces(TALK)]
     return model.config, state, texts, None if tokenizer is None else tokenizer.to_json()
+
+
+def load_foreign(path: Path) -> object:
+    return load_model(path / f"model{SUFFIX[path.name]}")
 
 
 def load_run(path: Path) -> object:
@@ -98,53 +92,46 @@ def load_template(path: Path) -> object:
     return [*init_from.chat_template(config, None).pieces(TALK)]
 
 
-TALK = [{"role": "user", "content": "the cat sat?"}, {"role": "assistant", "content": "on a mat"}]
-
-
-def targets(folder: Path) -> dict[str, Target]:
-    """Writes the files, all small, and returns what loads them."""
+def targets(folder: Path) -> dict[str, tuple[Path, Callable[[Path], object]]]:
+    """Writes the files, all small; returns the folders and what loads each."""
     for name in ("nanogpt", "llmc", "shards", "tokenizers", "template"):
         (folder / name).mkdir()
     runs, found = {}, {}
-    for name, options in (
-        ("gpt2", {}),
-        ("llama", OURS["llama"]),
-        ("erf", {"activation": "gelu_erf"}),
+    for name, tokenizer, options in (
+        ("gpt2", ByteTokenizer(), {}),
+        ("llama", ByteTokenizer(), OURS["llama"]),
+        ("erf", IdTokenizer(256), {"activation": "gelu_erf"}),
     ):
-        tokenizer = IdTokenizer(256) if name == "erf" else ByteTokenizer()
         runs[name] = saved_run(folder / name, tokenizer, dim=16, vocab_size=256, **options)
-        record = "checkpoints/step_00000000/checkpoint.json"
-        found[f"run of {name}"] = Target(runs[name], partial(load_run, runs[name]), record)
-        _add_state((runs[name] / record).parent)
+        found[f"run of {name}"] = runs[name], load_run
+        add_state(runs[name] / "checkpoints" / "step_00000000")
     for name in ("gpt2", "llama"):
         path = converted(runs[name], folder / f"hf-{name}", "hf", shard_gb=1e-5)
-        found[path.name] = Target(path, partial(load_model, path))
+        found[path.name] = path, load_model
     for name, kind in (("gpt2", "llmc"), ("erf", "nanogpt")):
-        path = foreign(runs[name], kind, folder / kind / f"model{SUFFIX[kind]}")
-        found[kind] = Target(path.parent, partial(load_model, path))
+        foreign(runs[name], kind, folder / kind / f"model{SUFFIX[kind]}")
+        found[kind] = folder / kind, load_foreign
     for kind in ("bpe", "wordpiece"):
         tokenizer_of(kind).save(folder / "tokenizers" / f"{kind}.json")
     (folder / "template" / "chat.jinja").write_text(CHATML)
     (folder / "hf-llama" / HF_FILES[1]).write_text(json.dumps({"chat_template": CHATML}))
-    for name, load in (("tokenizers", load_tokenizers), ("template", load_template)):
-        found[name] = Target(folder / name, partial(load, folder / name))
-    data = prepared(folder / "data", texts(200))
-    found["prepared data"] = Target(data, partial(load_data, data), "manifest.json")
     for split in ("train", "val"):
         write_shard(folder / "shards" / f"{split}_000000.bin", range(200))
     ByteTokenizer().save(folder / "shards" / "tokenizer.json")
-    return found | {"shards": Target(folder / "shards", partial(load_data, folder / "shards"))}
+    return found | {
+        "tokenizers": (folder / "tokenizers", load_tokenizers),
+        "template": (folder / "template", load_template),
+        "prepared data": (prepared(folder / "data", texts(200)), load_data),
+        "shards": (folder / "shards", load_data),
+    }
 
 
-def _add_state(path: Path) -> None:
+def add_state(path: Path) -> None:
     """Gives a checkpoint without a state one that looks like a trained model's."""
     record, state = path / "checkpoint.json", path / "state.pt"
     old, moments = state.read_bytes(), [{"exp_avg": torch.ones(9), "step": 3} for _ in range(3)]
     torch.save({"optimizers": [{"state": moments, "lr": 0.1}], "loader": {"index": [3]}}, state)
     record.write_bytes(resealed(record.read_bytes(), old, state.read_bytes()))
-
-
-# --- changes --------------------------------------------------------------------------------------
 
 
 class Evil:
@@ -272,47 +259,39 @@ MEANT: dict[str, Callable[[bytes, random.Random], bytes]] = {
 """Suffix of a file -> how its content is changed."""
 
 
-class TooSlow(BaseException):
-    """A case took more than `CPU_S`; no `except Exception` may hide that."""
-
-
-def too_slow(*_: object) -> None:
-    raise TooSlow
-
-
-# --- cases ----------------------------------------------------------------------------------------
-
-
-def damage(target: Target, whole: dict[Path, bytes], draw: random.Random) -> tuple[Path, str, bool]:
-    """Changes a file of a target: (the file, how, whether a checksum must notice it)."""
+def damage(whole: dict[Path, bytes], draw: random.Random) -> tuple[Path, str, bool]:
+    """Changes one of some files: (the file, how, whether a checksum must notice it)."""
     path = draw.choice(list(whole))
-    old, record = whole[path], target.root / target.record
+    old, records = whole[path], [path.with_name(name) for name in RECORDS]
     how = draw.choice(("bytes", "meaning", "meaning", "meaning", "swapped", "gone"))
-    sums = whole.get(record, b"") if record.parent == path.parent else b""
-    covered = hashlib.sha256(old).hexdigest().encode() in sums
+    record = next((x for x in records if hashed(old) in whole.get(x, b"")), None)
     path.unlink()
     if how == "gone":
         if draw.random() < 0.5:
             path.mkdir()
-        return path, how, covered
+        return path, how, record is not None
     swapped = draw.choice(list(whole.values()))
     change = {"bytes": change_bytes, "meaning": MEANT[path.suffix]}.get(how, lambda *_: swapped)
     path.write_bytes(new := change(old, draw))
-    if not covered or draw.random() < 0.3:
-        return path, how, covered
-    record.write_bytes(resealed(sums, old, new))
+    if record is None or draw.random() < 0.3:
+        return path, how, record is not None
+    record.write_bytes(resealed(whole[record], old, new))
     return path, f"{how}, new checksum", False
+
+
+def hashed(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
 
 
 def resealed(record: bytes, old: bytes, new: bytes) -> bytes:
     """Replaces the sha256 of a file in a record."""
-    before, after = (hashlib.sha256(x).hexdigest().encode() for x in (old, new))
-    return record.replace(before, after)
+    return record.replace(hashed(old), hashed(new))
 
 
 def outcome(load: Callable[[], object], expected: str, covered: bool) -> tuple[str, float]:
-    """Loads files: `refused`, `equal`, `other content`, or what is wrong; and its CPU seconds."""
-    signal.signal(signal.SIGPROF, too_slow)
+    """Loads files: (`refused`, `equal`, `other content`, or what is wrong; CPU seconds)."""
+    # KeyboardInterrupt, which no `except Exception` may hide
+    signal.signal(signal.SIGPROF, signal.default_int_handler)
     faulthandler.dump_traceback_later(60 * CPU_S, exit=True)  # a loop that Python cannot stop
     began = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
@@ -332,63 +311,63 @@ def outcome(load: Callable[[], object], expected: str, covered: bool) -> tuple[s
         signal.setitimer(signal.ITIMER_PROF, 0)
         faulthandler.cancel_dump_traceback_later()
     took = time.process_time() - began
-    return (f"FAULT: TooSlow: {took:.1f} s" if took > CPU_S else said), took
+    return (f"FAULT: {took:.1f} s" if took > CPU_S else said), took
 
 
-def run_cases(folder: Path, cases: int, seed: int) -> dict[str, Any]:
-    """Runs cases, prints those with a fault, and returns the record."""
+def table(counts: Counter[tuple[str, str, str]]) -> str:
+    """Returns the counts of (files, file, outcome) as a table of Markdown."""
+    sums, columns = Counter(), ("refused", "equal", "other content", "FAULT")
+    for (name, _, said), n in counts.items():
+        sums[name, said] += n
+    rows = [f"| files | {' | '.join(columns)} |", "| --- | --: | --: | --: | --: |"]
+    for name in sorted({name for name, _ in sums}):
+        found = (f"{sums[name, said]:,}" for said in columns)
+        rows.append(f"| {name} | {' | '.join(found)} |")
+    return "\n".join(rows)
+
+
+def run_cases(folder: Path, cases: int, seed: int, out: Path) -> int:
+    """Loads damaged files, prints those with a fault and a table, and writes the record."""
     known, counts, slowest = targets(folder), Counter(), 0.0
     whole = {
-        name: {path: path.read_bytes() for path in sorted(x.root.rglob("*")) if path.is_file()}
-        for name, x in known.items()
+        name: {path: path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+        for name, (root, _) in known.items()
     }
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        expected = {name: repr(target.load()) for name, target in known.items()}
+        expected = {name: repr(load(root)) for name, (root, load) in known.items()}
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + SPACE, resource.RLIM_INFINITY))
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     for number in range(cases):
         draw = random.Random(f"{seed} {number}")
         name = draw.choice(list(known))
-        path, how, covered = damage(known[name], whole[name], draw)
-        said, took = outcome(known[name].load, expected[name], covered)
+        root, load = known[name]
+        path, how, covered = damage(whole[name], draw)
+        said, took = outcome(partial(load, root), expected[name], covered)
         slowest = max(slowest, took)
         if said.startswith("FAULT"):
             print(f"case {number}: {name}, {path}, {how}: {said}", flush=True)
         counts[name, path.name, said.split(":")[0]] += 1
         if path.is_dir():
             path.rmdir()
-        for changed in {path, known[name].root / known[name].record} & whole[name].keys():
-            changed.write_bytes(whole[name][changed])
+        for file, content in whole[name].items():
+            file.write_bytes(content)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {
+    record = {
         "cases": cases, "seed": seed, "seconds": round(time.perf_counter() - start),
         "slowest_cpu_s": round(slowest, 2), "grown_mib": grown // 1024,
         "counts": [[*key, n] for key, n in sorted(counts.items())],
     }  # fmt: skip
-
-
-def table(record: dict[str, Any]) -> str:
-    """Returns the record as a table of Markdown."""
-    sums = Counter()
-    for name, _, said, n in record["counts"]:
-        sums[name, said] += n
-    columns = ("refused", "equal", "other content", "FAULT")
-    rows = [("files", *columns), ("---", *("--:" for _ in columns))]
-    names = sorted({name for name, _ in sums})
-    rows += [(name, *(f"{sums[name, said]:,}" for said in columns)) for name in names]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    out.write_text(json.dumps(record).replace("[[", "[\n[").replace("], [", "],\n[") + "\n")
+    print(table(counts))
+    return int(any(said == "FAULT" for _, _, said in counts))
 
 
 def main(cases: int = 10_000, seed: int = 0, out: Path = RECORD) -> int:
-    """Loads damaged files, writes the record, and prints its table."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FASTGPT_CACHE"] = f"{folder}/cache"
-        record = run_cases(Path(folder), cases, seed)
-    out.write_text(json.dumps(record).replace("[[", "[\n[").replace("], [", "],\n[") + "\n")
-    print(table(record))
-    return int(any(said == "FAULT" for _, _, said, _ in record["counts"]))
+        return run_cases(Path(folder), cases, seed, out)
 
 
 if __name__ == "__main__":

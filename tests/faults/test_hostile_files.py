@@ -11,10 +11,9 @@ import torch
 from fastgpt import cli
 from fastgpt.checkpoint import checkpoint
 from fastgpt.checkpoint.tensors import unpickle
-from fastgpt.config.model import ModelConfig
 from fastgpt.data.tokenizers import Tokenizer
 from fastgpt.errors import UserError
-from fastgpt.sampling.chat import Template, template_of
+from fastgpt.sampling.chat import Template
 from tests.data.sets import tokenizer_of
 from tests.faults.hostile import PIECES, TALK, Evil, resealed
 from tests.processes import ROOT, script
@@ -29,11 +28,6 @@ def test_no_damaged_file_ends_in_a_traceback_or_takes_much_memory_or_time(tmp_pa
     assert said == {"refused", "equal", "other content"}
 
 
-def test_counts_have_limits():
-    with pytest.raises(UserError, match=r"--model\.num-layers is 257: expected 1 to 256"):
-        ModelConfig(num_layers=257)
-
-
 REFUSED = ("Unexpected end of template", "Range too big", "no", "maximum recursion", "unsafe")
 """What the error about each of the first pieces says."""
 
@@ -44,20 +38,11 @@ def test_a_template_that_fails_is_one_line(piece, said):
         Template(piece).render(TALK)
 
 
-@pytest.mark.parametrize("text", ["{", "[" * 100_000])
-def test_a_damaged_file_with_a_template_is_named(text):
-    with pytest.raises(UserError, match=r"^tokenizer_config\.json cannot be read: "):
-        template_of({"tokenizer_config.json": text})
-
-
 def test_a_tokenizers_panic_over_a_text_is_one_line():
     step = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
     hostile = json.loads(tokenizer_of("bpe").to_json()) | {"normalizer": step}
     with pytest.raises(UserError, match=r"^the bpe tokenizer cannot encode a text: [^\n]*$"):
         Tokenizer(json.dumps(hostile)).encode("a" * 40 + "!")
-
-
-# --- nothing runs code ----------------------------------------------------------------------------
 
 
 def test_no_file_is_loaded_in_a_way_that_runs_code():
@@ -106,13 +91,10 @@ def moment(state):
 
 CHANGES = {
     "no optimizers": lambda state: state.pop("optimizers"),
-    "no corpus": lambda state: state.pop("corpus"),
     "no loader": lambda state: state.update(loader=3),
     "a word for a count": lambda state: state["loader"].update(sample=["x"]),
     "before the beginning": lambda state: state["loader"].update(index=[-1]),
-    "another shape": lambda state: moment(state).update(
-        {name: torch.zeros(3, 3) for name, x in moment(state).items() if x.dim()}
-    ),
+    "another shape": lambda state: moment(state).update(exp_avg=torch.zeros(3, 3)),
 }
 
 

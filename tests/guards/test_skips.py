@@ -95,7 +95,7 @@ def test_after_as_many_in_a_row_the_run_stops_and_names_the_first(tiny):
     run.loader.close()
 
 
-@pytest.mark.parametrize("given", ["skip-nonfinite 2", "spike-z 8"])
+@pytest.mark.parametrize("given", ["skip-nonfinite", "spike-z"])
 def test_fp16_has_skips_of_its_own(tiny, given):
-    with pytest.raises(UserError, match=rf"--train\.{given.replace(' ', ' is ')}.*: expected 0 "):
-        configure(tiny(f"--train.precision fp16 --train.{given}"))
+    with pytest.raises(UserError, match=rf"--train\.{given} is 2.*: expected 0 "):
+        configure(tiny(f"--train.precision fp16 --train.{given} 2"))

@@ -6,8 +6,6 @@ import re
 import signal
 import time
 import warnings
-from contextlib import redirect_stdout
-from io import StringIO
 from unittest import mock
 
 import pytest
@@ -24,7 +22,7 @@ from fastgpt.logs.metrics import read_records
 from fastgpt.parallel import distributed
 from fastgpt.parallel.parallelize import replicate
 from fastgpt.train import trainer
-from tests.processes import ROOT, Job, finish, read_until, torchrun
+from tests.processes import ROOT, Job, read_until, torchrun
 from tests.runs import assert_same_up_to_rounding
 
 ENDLESS = "--steps 100000 --eval-every 0 --log-every 5 --train.micro-batch 1"
@@ -38,10 +36,9 @@ def count_syncs(argv):
         syncs.append(bucket.buffer().numel())
         return allreduce_hook(group, bucket)
 
-    with redirect_stdout(StringIO()):
-        run = trainer.Trainer(cli.configure(argv))
-        run.run.ddp.register_comm_hook(None, hook)
-        run.fit()
+    run = trainer.Trainer(cli.configure(argv))
+    run.run.ddp.register_comm_hook(None, hook)
+    run.fit()
     return syncs
 
 
@@ -98,15 +95,11 @@ def test_other_settings_or_another_checkpoint_on_a_rank_are_refused(
     assert errors == [f"{said}: expected the same on all ranks"] * 2
 
 
-# --- torchrun -------------------------------------------------------------------------------------
-
-
 def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):
     process = torchrun(2, str(ROOT / "train.py"), *tiny(ENDLESS))
     read_until(process, r"^step +20/")
     os.killpg(process.pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert "FutureWarning" not in err
+    out, _ = process.communicate(timeout=60)
     assert f"-m torch.distributed.run --nproc_per_node=2 {ROOT}/train.py --resume /" in out
     [step] = map(int, re.findall(r"^stopped after step (\d+), ", out, re.MULTILINE))
     [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
@@ -115,21 +108,13 @@ def test_sigterm_to_all_of_torchrun_saves_once_and_goes_on(fit, tiny, tmp_path):
     assert read_records(run / "metrics.jsonl")[-1]["step"] == step + 2
 
 
-def train_and_tell(argv):
-    try:
-        cli.main(argv)
-    except SystemExit as ending:
-        print(f"exit status {ending.code}")
-        raise
-
-
 def test_sigusr1_to_one_rank_ends_all_with_the_status_for_the_queue(tiny, tmp_path):
-    with Job(2, train_and_tell, tiny(ENDLESS)) as job:
+    with Job(2, cli.main, tiny(ENDLESS)) as job:
         job.wait_for(r"^step +20/")
         os.kill(job.ranks()[1], signal.SIGUSR1)
         status, out, err = job.end()
     assert status == 1, "torchrun's own"
-    assert out.count("exit status 75") == 2, out
+    assert re.search(r"exitcode +: 75 ", err), err
     assert "stopped by SIGUSR1 and saved: exit status 75" in err
     [saved] = checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")
     assert f"stopped after step {checkpoint.load(saved).step}, saved in {saved}" in out
@@ -161,16 +146,3 @@ def test_ranks_end_with_their_launcher(tiny, tmp_path, sent, size, hangs):
     assert err.count(f"error: torchrun (process {job.pid}) has ended: saving, and ending") == 1
     assert bool(re.search("^stopped after step ", out, re.MULTILINE)) is not hangs
     assert len(checkpoint.steps_on_disk(tmp_path / "run" / "checkpoints")) == (not hangs)
-
-
-@pytest.mark.slow
-def test_headline_command(tmp_path):
-    """The README's `torchrun` command trains with 8 ranks on the built-in corpus."""
-    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
-    short = "--steps 2 --data.eval-tokens 4096 --data.final-eval-tokens 4096"
-    out = finish(torchrun(8, "train.py", *short.split(), cwd=tmp_path))
-    [run] = (tmp_path / "runs").iterdir()
-    assert out.count(f"\ndone after step 2: {run}\n") == 1, "only one rank speaks"
-    assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [0, 1, 2, 2]
-    manifest = json.loads((run / "manifest.json").read_text())
-    assert (manifest["ranks"], manifest["data"]["name"]) == (8, "builtin")

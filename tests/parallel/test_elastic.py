@@ -53,14 +53,14 @@ def test_a_run_that_loses_a_machine_goes_on_from_its_last_checkpoint(machines, f
     whole = fit(flags, f"--run-dir {tmp_path / 'whole'}")
     nodes, endpoint = [], f"{MACHINES[machines[0]]}:29400"
     for name, host in MACHINES.items():
-        elastic = [
-            "--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=1",
-            f"--local-addr={host}", "--max-restarts=1", "--rdzv-conf=keep_alive_interval=1,"
-            f"keep_alive_max_attempt=2,last_call_timeout=2,is_host={name == machines[0]}",
-            str(ROOT / "train.py"), *tiny(flags, "--resume auto"),
-        ]  # fmt: skip
+        elastic = (
+            f"--nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint={endpoint} --rdzv-id=1"
+            f" --local-addr={host} --max-restarts=1 --rdzv-conf=keep_alive_interval=1,"
+            f"keep_alive_max_attempt=2,last_call_timeout=2,is_host={name == machines[0]}"
+        )
+        argv = [*elastic.split(), str(ROOT / "train.py"), *tiny(flags, "--resume auto")]
         inside = ("ip", "netns", "exec", name)
-        nodes.append(torchrun(2, *elastic, before=inside, GLOO_SOCKET_IFNAME="eth"))
+        nodes.append(torchrun(2, *argv, before=inside, GLOO_SOCKET_IFNAME="eth"))
     until, run = time.monotonic() + 60, tmp_path / "run"
     while not (run / "checkpoints" / "step_00000008").exists():
         assert time.monotonic() < until

@@ -22,8 +22,6 @@ CP, TP = "--parallel.cp 2", f"{FSDP} --parallel.tp 2"
     ("settings", "group", "same_data"),
     [
         ({}, 8, 1),
-        ({"kind": "hsdp", "shards": 4}, 4, 1),
-        ({"cp": 2}, 8, 2),
         ({"kind": "hsdp", "tp": 2, "cp": 2, "shards": 4}, 4, 4),
     ],
 )
@@ -47,9 +45,7 @@ def test_ranks_that_hold_the_model_together_or_read_the_same_data(settings, grou
         ("--parallel.tp 2", "--parallel.tp is 2: expected --parallel.kind fsdp or"),
         (f"{TP} --model.dropout 0.1", "expected --model.dropout-places without attention"),
         (f"{TP} --ops.loss chunked", "expected --ops.loss auto or torch, not chunked"),
-        (f"{TP} --model.num-heads 1", "--model.num-heads to be a multiple of it, not 1"),
         (f"{TP} --model.num-kv-heads 1", "--model.num-kv-heads to be a multiple of it, not 1"),
-        (f"{TP} --model.ffn-dim 33", "the feed-forward width to be a multiple of it, not 33"),
         (f"{TP} --model.vocab-multiple 257", "vocab-multiple, to be a multiple of it, not 257"),
         (f"{TP} --model.architecture residual", "expected --model.architecture gpt, not residual"),
     ],
@@ -67,9 +63,6 @@ def check_on_8_ranks(config):
     size = model_parallel_size(config.parallel, World(size=8))
     largest_micro_batch(config, World(size=8, model_parallel_size=size), print)
     check_combination(config, config.train.precision)
-
-
-# --- sequences that ranks share -------------------------------------------------------------------
 
 
 def split(rank, size):

@@ -4,18 +4,24 @@ import random
 
 import pytest
 
-from fastgpt.config.checks import flag
 from tests.data.sets import prepared, texts
-from tests.models import OPTIONS
 from tests.processes import Ranks
 from tests.runs import series
 
-TRAIN = {
-    "optim.kind": ("adamw", "muon"), "model.num_layers": (2, 1), "train.micro_batch": (3, 8),
-    "data.align": ("document", "none"), "model.document_mask": (True, False),
-    "model.tied": (False, True), "optim.grad_clip": (0.1, 1.0),
-    "train.recompute": ("full", "selective", "none"),
-}  # fmt: skip
+TRAIN = (
+    ("--optim.kind adamw", "--optim.kind muon"), ("--model.num-layers 2", "--model.num-layers 1"),
+    ("--train.micro-batch 3", "--train.micro-batch 8"), ("--model.no-tied", "--model.tied"),
+    ("--data.align document", "--data.align none"), ("--optim.grad-clip 0.1", ""),
+    ("--model.document-mask", "--model.no-document-mask"),
+    ("--train.recompute full", "--train.recompute selective", "--train.recompute none"),
+)  # fmt: skip
+MODELS = (
+    "", "--model.norm rmsnorm", "--model.bias False", "--model.ffn-dim 40", "--model.softcap 3",
+    "--model.num-kv-heads 2", "--model.window 3", "--model.position none",
+    "--model.norm post-layernorm --model.activation relu --model.position sinusoidal",
+    "--model.norm rmsnorm --model.bias False --model.activation swiglu --model.position rotary"
+    " --model.window 5 --model.num-kv-heads 2 --model.qk-norm True --model.softcap 15",
+)  # fmt: skip
 FSDP, HSDP = "--parallel.kind fsdp", "--parallel.kind hsdp --parallel.shards 2"
 CP, TP = "--parallel.cp 2", f"{FSDP} --parallel.tp 2"
 KINDS = {
@@ -24,28 +30,13 @@ KINDS = {
 }  # fmt: skip
 
 
-def as_flags(given) -> str:
-    """Writes settings as on the command line."""
-    found = []
-    for name, value in given.items():
-        if isinstance(value, bool) and name not in ("model.qk_norm", "model.bias"):
-            group, _, last = name.partition(".")
-            name, value = (name if value else f"{group}.no_{last}"), ""
-        found.append(f"{flag(name)} {value}".strip())
-    return " ".join(found)
-
-
 def examples(size: int, count: int) -> list[tuple[str, str]]:
     """Draws settings for each kind of parallelism: (flags, flags of the kind)."""
-    draw, found = random.Random(size), []
-    for number in range(count):
-        kind = KINDS[size][number % len(KINDS[size])]
-        refused = ("untied", "one-kv-head" if "tp 2" in kind else "")
-        options = draw.choice([x for name, x in OPTIONS.items() if name not in refused])
-        drawn = {name: draw.choice(values) for name, values in TRAIN.items()}
-        drawn |= {f"model.{name}": value for name, value in options.items()}
-        found.append((as_flags(drawn), kind))
-    return found
+    draw, kinds = random.Random(size), KINDS[size]
+    return [
+        (" ".join(map(draw.choice, (MODELS, *TRAIN))), kinds[number % len(kinds)])
+        for number in range(count)
+    ]
 
 
 QUICK, LONG = ((2, 3, 10), (4, 1, 10)), ((2, 6, 50), (3, 2, 50), (4, 4, 50))
