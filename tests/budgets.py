@@ -8,7 +8,7 @@ import pytest
 
 from tests import processes
 
-BUDGETS = {"unit": 400, "kernels": 400, "ranks": 200, "cli": 300, "faults": 200}
+BUDGETS = {"unit": 240, "kernels": 380, "ranks": 120, "cli": 160, "faults": 40}
 """Core-seconds that the tests of a suite may take, but for those marked slow: twice what they take
 on two quiet cores. Over it the run fails: a suite that grows drops something."""
 FOLDERS = {

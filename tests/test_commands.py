@@ -40,7 +40,7 @@ def last_line(command: str, checkout: Path) -> str:
     [run] = (checkout / "runs").glob("baby-*") if RUN in command else [Path()]
     words = shlex.split(command.replace(RUN, str(run)))
     if words[0] == "make":
-        words[1:1] = ["VENV=none", f"PYTHON={sys.executable}"]
+        words[1:1] = ["--no-print-directory", "VENV=none", f"PYTHON={sys.executable}"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = ended(*words, cwd=checkout, timeout=1800, PATH=path, TRITON_INTERPRET=None)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
