@@ -123,7 +123,7 @@ executed := tests/kernels tests/proof/execute simgpu/tests/executor -m "not gpu 
 ARCHS ?= sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
 SIMGPU_ARCHS ?= 80 90 100
 on_simgpu := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(SIMGPU)/bin/python -m pytest -p simgpu.plugin -q -n 2 --dist worksteal
-# The project's tests of training, with CUDA as their device; that of documents needs pyarrow.
+# The project's tests of training, with CUDA as their device; one of documents needs pyarrow.
 as_cuda := --simgpu --simgpu-gpus 4 -m "not slow and not gpu"
 of_cuda := tests/guards tests/faults/test_watchdog.py tests/checkpoint tests/train --ignore tests/train/test_document_runs.py
 

@@ -25,9 +25,9 @@ PARTS = {
 }
 PREFACE = """# Python API
 
-These names are stable: a change that breaks
-one is announced in the changelog. The examples assume `import torch` and `import fastgpt`, that of
-`Trainer` also a text `mine.txt`, and others a run `runs/mine`.
+These names are stable: a change that breaks one is announced in the changelog. The examples assume
+`import torch` and `import fastgpt`; the one of `Trainer` also needs a text `mine.txt`, and others need
+a run `runs/mine`.
 """
 
 

@@ -49,7 +49,7 @@ class Outside(SphinxTransform):
 
 
 def read(app: Sphinx, page: str, text: list[str]) -> None:
-    """Adds to a page its place in the navigation; to that of the API, the docstrings."""
+    """Adds the navigation to a page, and the docstrings to the page of the API."""
     if page == root_doc:
         for heading, links in re.findall(r"^## (.*)\n\n((?:- .+\n)+)", text[0], re.M):
             pages = re.sub(r"^- \[(.+?)\]\((\S+)\.md\).*", r"\1 <\2>", links, flags=re.M)

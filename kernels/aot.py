@@ -130,7 +130,7 @@ def report_at(
 
 
 def compare_with(commit: str, configs: Sequence[Config], args: argparse.Namespace) -> int:
-    """Compares configurations with those of a commit; returns how many findings are worse."""
+    """Compares configurations with a commit's; returns the number of worse findings."""
     commit = git("rev-parse", "--short", f"{commit}^{{commit}}").decode().strip()
     touched = touched_since(commit)
     old = report_at(commit, map(fingerprint, configs), touched, args)

@@ -25,7 +25,7 @@ def needs_fence(arch: int) -> bool:
     from triton import __version__
 
     version = tuple(int(part) for part in re.findall(r"\d+", __version__)[:3])
-    # tcgen05 is in the families of sm_100 (103, 107) and sm_110, not in that of sm_120 (PTX ISA,
+    # tcgen05 is in the families of sm_100 (103, 107) and sm_110, not in the one of sm_120 (PTX ISA,
     # target notes of 9.7.16); on sm_110 Triton 3.6 multiplies by mma.sync, which needs no fence
     families = {9: version < (3, 7, 1), 10: version < (3, 9), 11: (3, 7) <= version < (3, 9)}
     return families.get(arch // 10, False)

@@ -25,7 +25,7 @@ NODES, REQUEUE = "scontrol show hostnames node[1-2]", "scontrol requeue 7"
 @pytest.mark.parametrize(
     ("long", "status", "calls"),
     [
-        ("", 3, {NODES, TRAIN}),  # the failure of a run is that of the job
+        ("", 3, {NODES, TRAIN}),  # a job fails with its run
         ("yes", 0, {NODES, TRAIN, "scancel --signal=TERM 7.0", REQUEUE}),
     ],
 )

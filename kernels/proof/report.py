@@ -47,7 +47,7 @@ OPS = sorted(set(map(folder, SPECS.values())))
 def configs_of(
     archs: Iterable[int], ops: Sequence[str] = (), variants: Iterable[Variants] = VARIANTS
 ) -> list[Config]:
-    """Returns the shipped variants of archs, or those of other functions like `Spec.variants`."""
+    """Returns the shipped variants of archs, or the variants of functions like `Spec.variants`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "attention was never tuned")
         found = list(collect(variants, archs))

@@ -54,7 +54,7 @@ def test_a_run_is_sampled_from_where_its_loss_was_lowest(fit, capsys):
 
 
 class WithEnd(ByteTokenizer):
-    """A tokenizer of bytes below 30, of which one ends the text."""
+    """A tokenizer of bytes below 30; one of them ends the text."""
 
     def __init__(self, eot_id: int | None, *more: int) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ OURS = {
 
 
 def moved(model: torch.nn.Module) -> None:
-    with torch.no_grad():  # those of norms would else be 1 and biases 0
+    with torch.no_grad():  # else norms would be 1 and biases 0
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.1)
 

@@ -162,7 +162,7 @@ def test_each_document_is_scored_once_up_to_its_cut(lengths, context, rows, rank
 
 
 def test_budget_counts_the_targets_that_are_scored():
-    """Of 100 tokens a document, 10 are scored in a context of 10."""
+    """A context of 10 scores 10 of a document's 100 tokens."""
     starts = np.arange(0, 4000, 100)
     order = SampleOrder(4000, context=10, seed=0, align="document", documents=starts)
     size = {"context": 10, "micro_batch": 1, "max_tokens": 200}

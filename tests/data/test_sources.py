@@ -91,7 +91,7 @@ def test_wrong_source_is_named(tmp_path, source, options, word):
 @pytest.mark.parametrize(
     ("taken", "left_out", "form"),
     [
-        # "." sorts before "/": the order is that of the paths, on every system
+        # "." sorts before "/": paths are sorted as wholes, on every system
         ("a.txt a/x.md b.txt.gz c", ".hidden a/.also .git/config", "text"),
         ("a.JSONL.gz b/1.jsonl c4.00000-of-01024.json.gz d.ndjson.zst", "", "jsonl"),
         ("a.parquet", "README.md LICENSE infos.json", "parquet"),

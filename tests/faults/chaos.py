@@ -1,7 +1,7 @@
 """Kills processes at random moments: `python -m tests.faults.chaos` writes the record of 500 kills.
 
 A work is begun, killed, and begun again by the same command until it ends by itself. Its result is
-then compared with that of the same work without a kill. Processes are forked after all imports, so
+then compared with the same work's without a kill. Processes are forked after all imports, so
 that most kills meet the work and not the start of Python.
 """
 
@@ -54,7 +54,7 @@ class Work(NamedTuple):
 # a checkpoint is written behind the next steps, so that two intervals can be lost
 WORKS = {
     "training": Work(f"{TINY} --steps 160 --save-every 20", 40),
-    # not by Muon, of which a step takes 2 s at this width on CPUs without products in bf16
+    # not by Muon: a step takes 2 s at this width on CPUs without products in bf16
     "saving": Work(f"{TINY} --steps 24 --save-every 1 --model.dim 256 --optim.kind adamw", 2),
     "evaluating": Work(
         f"{TINY} --steps 8 --eval-every 1 --save-every 4 --data.val-fraction 0.5", 8
@@ -135,7 +135,7 @@ def run_work(work: Work, tries: int, folder: Path, draw: random.Random) -> dict[
                 seconds.append(took)
                 lost.append(steps_lost(folder, work.most))
                 continue
-            assert result(folder) == expected, "the result is not that of the work without a kill"
+            assert result(folder) == expected, "the result differs from the work without a kill"
         except Exception as error:
             faults.append(f"{type(error).__name__}: {error}")
         begin(folder)

@@ -29,7 +29,7 @@ def test_no_damaged_file_ends_in_a_traceback_or_takes_much_memory_or_time(tmp_pa
 
 
 REFUSED = ("Unexpected end of template", "Range too big", "no", "maximum recursion", "unsafe")
-"""What the error about each of the first pieces says."""
+"""A word of the error about each of the first pieces."""
 
 
 @pytest.mark.parametrize(("piece", "said"), [*zip(PIECES, REFUSED)])

@@ -65,7 +65,7 @@ def train_with_nan(argv, wrong):
         train_in_turn([argv])
 
 
-@pytest.mark.cpu  # counts forwards, of which CUDA tries some before
+@pytest.mark.cpu  # counts forwards; CUDA tries some before
 @pytest.mark.parametrize(("optimizer", "kind"), [("muon", "ddp"), ("adamw", "fsdp")])
 def test_ranks_skip_the_step_together(optimizer, kind, ranks, tiny, tmp_path):
     flags = tiny(FLAGS, f"--optim.kind {optimizer}")

@@ -264,7 +264,7 @@ def same_input_same_bits(spec: Spec, problem: Problem, device: str) -> None:
 
 
 def gradients_of_some_inputs(spec: Spec, problem: Problem, device: str) -> None:
-    """Checks that one gradient alone equals that of a call for all of them."""
+    """Checks that one gradient alone equals the one of a call for all of them."""
     inputs = make_inputs(spec, problem, device)
     op = spec.call(spec.op, problem, device)
     floating = [name for name, x in inputs.items() if x.is_floating_point()]

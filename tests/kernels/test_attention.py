@@ -1,4 +1,4 @@
-"""Tests specific to attention; `test_conformance` has those of every op."""
+"""Tests specific to attention; `test_conformance` checks every op."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""Tests specific to bias and activation; `test_conformance` has those of every op."""
+"""Tests specific to bias and activation; `test_conformance` checks every op."""
 
 import math
 

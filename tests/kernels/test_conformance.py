@@ -17,7 +17,7 @@ LONG = (
 )  # fmt: skip
 """Checks that take the most time, of an op's wrapper more than of its kernels."""
 ALIKE = {"rms_norm", "add_rms_norm", "bias_act_swiglu"}
-"""Ops whose wrapper is that of another one."""
+"""Ops that share their wrapper with another one."""
 
 
 FURTHER = {

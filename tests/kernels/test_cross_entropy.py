@@ -1,4 +1,4 @@
-"""Tests specific to the losses; `test_conformance` has those of every op."""
+"""Tests specific to the losses; `test_conformance` checks every op."""
 
 import math
 from dataclasses import replace

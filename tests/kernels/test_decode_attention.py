@@ -1,4 +1,4 @@
-"""Tests specific to attention over a key/value cache; `test_conformance` has those of every op."""
+"""Tests specific to attention over a key/value cache; `test_conformance` checks every op."""
 
 import pytest
 import torch

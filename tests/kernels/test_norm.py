@@ -1,4 +1,4 @@
-"""Tests specific to LayerNorm and RMSNorm; `test_conformance` has those of every op."""
+"""Tests specific to LayerNorm and RMSNorm; `test_conformance` checks every op."""
 
 import math
 
@@ -130,7 +130,7 @@ def test_the_residuals_gradient_is_written_only_where_its_dtype_differs(device):
 
 
 def test_a_second_derivative_through_the_dispatcher_raises(device):
-    """As under selective checkpointing, which listens to the dispatcher."""
+    """Selective checkpointing listens to the dispatcher in the same way."""
     x = awkward(3, 8, device=device).requires_grad_()
     with conformance.Calls() as calls:
         (dx,) = torch.autograd.grad(rms_norm(x).square().sum(), x, create_graph=True)

@@ -1,4 +1,4 @@
-"""Tests specific to rotary position embeddings (RoPE); `test_conformance` has those of every op."""
+"""Tests specific to rotary position embeddings (RoPE); `test_conformance` checks every op."""
 
 from types import SimpleNamespace
 

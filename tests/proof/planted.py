@@ -108,7 +108,7 @@ def checked() -> dict[str, Any]:
 
 
 def differing(folder: Path) -> dict[str, list[str]]:
-    """Returns which configurations of a folder's modules differ from those of `nothing.py`."""
+    """Returns which configurations of a folder's modules differ from `nothing.py`."""
     sys.path.insert(0, str(folder))
 
     def configs(name: str) -> list[Any]:

@@ -59,7 +59,7 @@ CHANGES = {
     "a_variant": (SOURCE.replace("128)", "128, 256)"), ["_a_kernel N=256", "_b_kernel N=256"]),
     "fences": (SOURCE, ["_b_kernel N=128", "_b_kernel N=64"]),
 }
-"""Change -> source of a module, and the configurations that differ from those of `nothing`."""
+"""Change -> source of a module, and the configurations that differ from `nothing`."""
 
 
 def compiling(*args: object) -> subprocess.CompletedProcess[str]:
@@ -70,7 +70,7 @@ def compiling(*args: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What one process made of faulty kernels, of the changes, and of each planted flaw."""
+    """Reports of one process about faulty kernels, the changes and each planted flaw."""
     folder = tmp_path_factory.mktemp("planted")
     for change, (source, _) in CHANGES.items():
         (folder / f"{change}.py").write_text(source)

@@ -100,7 +100,7 @@ ZEPHYR = (
     "\n{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}] {% else %}"
     " {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
 )
-ELSEWHERE = {  # template, special tokens (of which the first two begin and end)
+ELSEWHERE = {  # template, special tokens (the first two begin and end)
     "llama3": (LLAMA3, "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|>"
                " <|eot_id|>"),
     "eos between turns": (ZEPHYR, "<s> </s>"),

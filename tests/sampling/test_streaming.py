@@ -103,7 +103,7 @@ def test_stop_strings_end_the_text_before_any_part_of_them_is_shown(text, stop, 
 
 
 class Letters(CharTokenizer):
-    """Thirty characters, of which one may end the text."""
+    """Thirty characters; one of them may end the text."""
 
     def __init__(self, eot_id=None):
         super().__init__(map(chr, range(65, 95)))

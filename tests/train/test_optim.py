@@ -86,7 +86,7 @@ def test_steps_are_those_of_pytorchs_own_loop(kind, grad_clip):
         assert returned.shape == ()
         assert returned.item() == pytest.approx(norm)  # before clipping
     for old, a, b in zip(before.values(), ours.parameters(), twin.parameters()):
-        # Muon's products are those of bf16; without Nesterov it would be 40 % off
+        # Muon's products are in bf16; without Nesterov it would be 40 % off
         assert (a - b).norm() < (0.01 if kind == "muon" else 1e-4) * (b - old).norm()
 
 
@@ -175,7 +175,7 @@ def test_updates_are_pytorchs_and_states_are_exchanged(monkeypatch, most):
     others = twins(weights)
     pair = Muon(weights, World(), **SETTINGS), torch.optim.Muon(others, **SETTINGS)
     for step in range(4):
-        if step == 2:  # checkpoints of before are read, and those of now by others
+        if step == 2:  # each reads the other's checkpoint
             states = [optimizer.state_dict() for optimizer in pair]
             for optimizer, state in zip(pair, reversed(states)):
                 optimizer.load_state_dict(state)
@@ -210,7 +210,7 @@ def test_weights_decay_as_pytorchs(dtype):
 
 
 def as_one_of_two(placement):
-    """Compares weights, whole or shared out, with those of Muon on one rank, bit by bit."""
+    """Compares weights, whole or shared out, with Muon on one rank, bit by bit."""
     world = distributed.start("cpu")
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
 
@@ -244,7 +244,7 @@ def test_ranks_that_share_the_work_get_what_one_gets(ranks):
 SCHEDULES = {
     "cosine": lambda x: math.cos(math.pi * x / 2) ** 2,
     "linear": lambda x: 1 - x,
-    "wsd": lambda x: min(1.0, (1 - x) / 0.25),  # a fifth of 100 steps, of which 20 are warmup
+    "wsd": lambda x: min(1.0, (1 - x) / 0.25),  # a fifth of 100 steps, 20 of them warmup
     "constant": lambda x: 1.0,
 }
 """Factor between the smallest ratio (0) and the peak (1) after a share x of the decay."""

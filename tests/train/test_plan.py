@@ -1,5 +1,8 @@
 """The plan of a run, which decides all that settings leave open, once."""
 
+import re
+from dataclasses import FrozenInstanceError
+
 import pytest
 
 from fastgpt.cli import configure
@@ -7,15 +10,33 @@ from fastgpt.config.model import ModelConfig
 from fastgpt.model.flops import flops_per_token
 from fastgpt.train.plan import resolve
 from tests.data.sets import gpt2_files
+from tests.processes import ROOT
 
 
-def test_a_plan_holds_numbers_where_settings_leave_them_open(tiny):
+def test_a_plan_is_frozen_and_holds_numbers_where_settings_leave_them_open(tiny):
     gpt2_files()
     asked = configure(tiny("--eval-every epoch --model.document-mask --data.tokenizer gpt2"))
     plan = resolve(asked)
     assert (asked.model.vocab_size, asked.model.eot_id) == (None, None)
     assert (plan.config.model.vocab_size, plan.config.model.eot_id) == (50257, 50256)
     assert plan.eval_every == -(-sum(plan.epoch_sizes) // asked.global_batch)
+    with pytest.raises(FrozenInstanceError):
+        plan.config = asked  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_nothing_replaces_a_setting_after_the_plan():
+    decide = {
+        "train/plan.py",
+        "train/data.py",
+        "train/init_from.py",
+        "model/build.py",
+        "model/gpt.py",
+    }
+    rooms = ("train", "model", "parallel", "checkpoint", "guards", "evaluate", "logs")
+    paths = [path for room in rooms for path in (ROOT / "fastgpt" / room).glob("*.py")]
+    replaces = re.compile(r"\b(replace|overlay)\(\s*[\w.]*(config|plan|train)\b")
+    found = {path for path in paths if replaces.search(path.read_text(encoding="utf-8"))}
+    assert {path.relative_to(ROOT / "fastgpt").as_posix() for path in found} == decide
 
 
 @pytest.mark.parametrize(
@@ -48,7 +69,7 @@ BLOCK = 4 * 64 * 64 + 2 * 64 * 256  # weights of a layer of width 64
     ],
 )
 def test_flops_follow_the_shapes(options, weights, keys):
-    """Of 8 tokens each sees `keys` in the mean."""
+    """Each of 8 tokens sees `keys` tokens in the mean."""
     small = {"num_layers": 2, "num_heads": 4, "dim": 64, "context": 8, "vocab_size": 100}
     config = ModelConfig(**small, **options)
     head = 128 * 64  # padded to a multiple of 64

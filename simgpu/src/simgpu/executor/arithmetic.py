@@ -130,7 +130,7 @@ def _arithmetic(b: Build, instruction: Instruction) -> Step:
 
 
 def _of_floats(instruction: Instruction, name: str) -> Callable[..., Any]:
-    """An operation of float32; those of 16 bits have one rounding, to nearest."""
+    """An operation of float32; one of 16 bits rounds once, to nearest."""
     directed = name.endswith((".rm", ".rp", ".rz"))
     if name not in FLOAT or (directed and instruction.mods[-1] in HALVES):
         raise unknown(instruction)
