@@ -26,8 +26,8 @@ PARTS = {
 PREFACE = """# Python API
 
 These names are stable: a change that breaks one is announced in the changelog. The examples assume
-`import torch` and `import fastgpt`; the one of `Trainer` also needs a text `mine.txt`, and others need
-a run `runs/mine`.
+`import torch` and `import fastgpt`; the one of `Trainer` also needs a text `mine.txt`, and others
+need a run `runs/mine`.
 """
 
 

@@ -16,8 +16,8 @@ EARLY = {
     "lecture-feedforward": (300, 2.760),
     "lecture-gpt-small": (50, 2.984),  # with the parts of lecture-residual and lecture-layernorm
 }
-"""Validation loss after so many steps: the bigram's is published, the others are of runs that end at
-the published one."""
+"""Validation loss after so many steps: the bigram's is published, the others are of runs that end
+at the published one."""
 
 
 @pytest.mark.parametrize("recipe", EARLY)
